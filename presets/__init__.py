@@ -1,0 +1,1 @@
+"""Complete run configurations, one TOML file each, and the packaged prompt files."""

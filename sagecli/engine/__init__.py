@@ -1,0 +1,1 @@
+"""The SAGE-GRPO algorithm: torch only, no files, no printing."""
