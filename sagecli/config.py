@@ -2,18 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """A table of the configuration: frozen, unknown keys refused, no silent conversion of types."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+from sagecli.config_base import Count, Decay, Guidance, NonNegative, Positive, Section
+from sagecli.config_reward import RewardConfig
 
 
 class LoraConfig(Section):
@@ -33,7 +25,8 @@ class ModelConfig(Section):
     """A hub id, a local folder, or "tiny" for the embedded checkpoint."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     attention: str = "native"
-    train: Literal["lora", "full"] = "lora"
+    train: Literal["lora", "full", "frozen"] = "lora"
+    """"frozen" trains nothing: for rollouts of the model as it is."""
     lora: LoraConfig = LoraConfig()
     gradient_checkpointing: bool = False
     vae_tiling: bool = False
@@ -84,7 +77,7 @@ class SamplerConfig(Section):
     eta: Positive = 0.5
     steps: Annotated[int, Field(ge=2)] = 20
     shift: Positive = 5.0
-    guidance: Annotated[float, Field(ge=1)] = 6.0
+    guidance: Guidance = 6.0
     last_step: Literal["ode", "sde"] = "ode"
     sde_steps: SdeSteps = "all"
     shared_noise: bool = False
@@ -100,59 +93,10 @@ class SamplerConfig(Section):
             raise ValueError(
                 f"sde_steps names step {max(self.sde_steps)}; with steps = {self.steps} the last is {self.steps - 1}"
             )
-        if isinstance(self.sde_steps, WindowConfig) and self.sde_steps.size > self.steps:
-            raise ValueError(f"sde_steps.size = {self.sde_steps.size} is over steps = {self.steps}")
+        if isinstance(window := self.sde_steps, WindowConfig) and window.start + window.size > self.steps:
+            raise ValueError(f"sde_steps ends at step {window.start + window.size}, past steps = {self.steps}")
         if self.sde_steps != "all" and self.sde == "ode":
             raise ValueError("sde_steps chooses SDE steps, and sde = 'ode' has none; leave sde_steps = 'all'")
-        return self
-
-
-class RewardModelConfig(Section):
-    """One reward and the weight of each of its axes."""
-
-    name: str
-    weights: Annotated[dict[str, float], Field(min_length=1)]
-
-
-class TarosComponent(Section):
-    """One component of TaRoS; signed scores pass a sigmoid first."""
-
-    axis: str
-    tau: float = 0.75
-    sigmoid: bool = False
-
-
-class TarosConfig(Section):
-    """TaRoS: components in order, visual to textual, and the weight of their sparsity (METHOD.md section 4)."""
-
-    components: Annotated[tuple[TarosComponent, ...], Field(strict=False)] = (
-        TarosComponent(axis="VQ", sigmoid=True),
-        TarosComponent(axis="MQ", sigmoid=True),
-        TarosComponent(axis="TA", sigmoid=True),
-    )
-    beta: NonNegative = 0.3
-
-
-class RewardConfig(Section):
-    """The rewards, how their scores become one number, and when a run gives up on them."""
-
-    models: Annotated[tuple[RewardModelConfig, ...], Field(min_length=1, strict=False)]
-    combine: Literal["sum", "taros"] = "sum"
-    taros: TarosConfig = TarosConfig()
-    max_failed: Fraction = 0.1
-    """Largest share of a round's videos whose scoring may fail."""
-    timeout: Positive = 600.0
-    """Seconds one call of a reward may take."""
-
-    @model_validator(mode="after")
-    def _axes_are_known(self) -> "RewardConfig":
-        axes = [axis for model in self.models for axis in model.weights]
-        if twice := sorted({axis for axis in axes if axes.count(axis) > 1}):
-            raise ValueError(f"models give a weight to {twice[0]!r} twice; every axis may have one")
-        if self.combine == "taros":
-            for component in self.taros.components:
-                if component.axis not in axes:
-                    raise ValueError(f"taros.components names the axis {component.axis!r}; models weigh {axes}")
         return self
 
 
@@ -241,7 +185,7 @@ class TrustRegionConfig(Section):
 class MuonConfig(Section):
     """torch.optim.Muon's own numbers."""
 
-    momentum: Fraction = 0.95
+    momentum: Decay = 0.95
     nesterov: bool = True
     ns_steps: Count = 5
 
@@ -251,7 +195,7 @@ class OptimizerConfig(Section):
 
     kind: Literal["adamw", "muon"] = "adamw"
     lr: Positive = 1e-5
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
     eps: Positive = 1e-15
     """Gradients are 1e-5 to 1e-3 here: Adam's usual 1e-8 would not be negligible (METHOD.md section 9)."""
     weight_decay: NonNegative = 0.01
@@ -289,8 +233,16 @@ class EvalConfig(Section):
     prompts: str
     """A prompt file, relative to this file, or builtin:NAME."""
     steps: Annotated[int, Field(ge=2)] = 40
-    guidance: Annotated[float, Field(ge=1)] = 6.0
+    guidance: Guidance = 6.0
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)] = (0,)
+    videos: Annotated[int, Field(ge=1)] = 12
+    """Videos kept of every evaluation, spread over the prompts: as files and on its contact sheet."""
+
+    @model_validator(mode="after")
+    def _seeds_differ(self) -> "EvalConfig":
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds = {list(self.seeds)} names one twice, which would make the same videos again")
+        return self
 
 
 class Config(Section):

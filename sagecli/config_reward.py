@@ -1,0 +1,58 @@
+"""The [reward] table: which rewards, what each axis weighs, and how scores become one number."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from sagecli.config_base import Finite, Fraction, NonNegative, Positive, Section
+
+
+class RewardModelConfig(Section):
+    """One reward and the weight of each of its axes."""
+
+    name: str
+    weights: Annotated[dict[str, Finite], Field(min_length=1)]
+
+
+class TarosComponent(Section):
+    """One component of TaRoS; signed scores pass a sigmoid first."""
+
+    axis: str
+    tau: Finite = 0.75
+    sigmoid: bool = False
+
+
+class TarosConfig(Section):
+    """TaRoS: components in order, visual to textual, and the weight of their sparsity (METHOD.md section 4)."""
+
+    components: Annotated[tuple[TarosComponent, ...], Field(min_length=1, strict=False)] = (
+        TarosComponent(axis="VQ", sigmoid=True),
+        TarosComponent(axis="MQ", sigmoid=True),
+        TarosComponent(axis="TA", sigmoid=True),
+    )
+    beta: NonNegative = 0.3
+
+
+class RewardConfig(Section):
+    """The rewards, how their scores become one number, and when a run gives up on them."""
+
+    models: Annotated[tuple[RewardModelConfig, ...], Field(min_length=1, strict=False)]
+    combine: Literal["sum", "taros"] = "sum"
+    taros: TarosConfig = TarosConfig()
+    max_failed: Fraction = 0.1
+    """Largest share of a round's videos whose scoring may fail."""
+    timeout: Positive = 600.0
+    """Seconds one call of a reward may take."""
+
+    @model_validator(mode="after")
+    def _axes_are_known(self) -> "RewardConfig":
+        axes = [axis for model in self.models for axis in model.weights]
+        if twice := sorted({axis for axis in axes if axes.count(axis) > 1}):
+            raise ValueError(f"models give a weight to {twice[0]!r} twice; every axis may have one")
+        if self.combine == "taros":
+            for component in self.taros.components:
+                if component.axis not in axes:
+                    raise ValueError(f"taros.components names the axis {component.axis!r}; models weigh {axes}")
+            if any(weight != 1 for model in self.models for weight in model.weights.values()):
+                raise ValueError("models must weigh every axis 1.0 with combine = 'taros', which draws its own weights")
+        return self
