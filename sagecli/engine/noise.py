@@ -21,6 +21,6 @@ def gaussian(seed: int, stream: int, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(numbers)
 
 
-def shuffled(seed: int, stream: int, size: int) -> list[int]:
-    """A permutation of range(size); the same for the same seed and stream."""
-    return [int(index) for index in np.random.default_rng([seed, stream, 1]).permutation(size)]
+def shuffled(size: int, *names: int) -> list[int]:
+    """A permutation of range(size) that depends on the names alone."""
+    return [int(index) for index in np.random.default_rng(names).permutation(size)]

@@ -1,0 +1,197 @@
+"""One optimizer update: recompute the stored actions' log-probs with gradient, and step.
+
+loss = mean over (used sample, trained step) of S_t * policy loss + lambda * (beta_pos KL_pos + beta_vel KL_vel).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sagecli.backends import Backbone
+from sagecli.engine import optimizer, sampler
+from sagecli.engine.objective import policy_loss
+from sagecli.engine.rollout import Sampling, Tick, Trajectories, micro_batches
+from sagecli.engine.trust_region import TrustRegion
+from sagecli.errors import RunStopped
+
+if TYPE_CHECKING:
+    from sagecli.config import Config
+
+PolicyVelocities = dict[str, list[Tensor]]
+"""Remembered policy -> one tensor [trained steps, m, C, F', H', W'] a batch."""
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The policy: the parameters that require a gradient, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+class Learner:
+    """Everything that changes during a run: the policy's weights, optimizers, remembered policies, counters."""
+
+    def __init__(self, config: "Config", backbone: Backbone) -> None:
+        self.config = config
+        self.parameters = trainable(backbone.module)
+        self.optimizers = optimizer.build_optimizers(config.optimizer, list(self.parameters.values()))
+        self.trust_region = TrustRegion(config.trust_region, list(self.parameters.values()))
+        self.round = 0
+        """Rounds finished."""
+        self.update = 0
+        """Optimizer updates made."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of one group, in the shape that sampled it."""
+
+    trajectories: Trajectories
+    indices: Tensor
+    """[m]: which samples of the group; a used one stands in for padding and for samples that are not used."""
+    advantage: Tensor
+    """[m] float32."""
+    weight: Tensor
+    """[m]: 1 where the sample counts, 0 where it stands in."""
+
+
+def make_batches(trajectories: Trajectories, advantage: Tensor, used: Tensor, micro_batch: int) -> Iterator[Batch]:
+    """The micro-batches of a group that hold a used sample; advantage [G] float32, used [G] bool."""
+    device = trajectories.latents.device
+    for indices, count in micro_batches(len(used), micro_batch):
+        weight = used[indices] & (torch.arange(len(indices)) < count)
+        if not weight.any():
+            continue
+        stand_in = indices[weight][0]
+        indices = indices.where(weight, stand_in)
+        yield Batch(trajectories, indices.to(device), advantage[indices].to(device), weight.float().to(device))
+
+
+@dataclass
+class Totals:
+    """Sums over the (used sample, trained step) pairs of an update; tensors, so that nothing waits for the device."""
+
+    pairs: int
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    ratio_error: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Largest |ratio - 1|."""
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Add the sum of values, without gradient."""
+        total = values.detach().sum()
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def means(self) -> dict[str, float]:
+        """The means over the pairs, as numbers."""
+        return {name: float(total) / self.pairs for name, total in self.sums.items()}
+
+
+def update_policy(
+    learner: Learner, backbone: Backbone, batches: list[Batch], sampling: Sampling, tick: Tick
+) -> dict[str, Any]:
+    """Make one update from the batches; returns its metrics. Without a used sample nothing changes."""
+    steps = sampling.table.trained_steps
+    lambda_kl = learner.trust_region.lambda_kl
+    metrics: dict[str, Any] = {"skipped": not batches, "lambda_kl": lambda_kl if learner.trust_region.betas else 0.0}
+    if not batches:
+        return metrics
+    pairs = int(sum(batch.weight.sum() for batch in batches)) * len(steps)
+    references = remembered_velocities(learner, backbone, batches, sampling, tick)
+    every = learner.config.train.diagnose_every
+    gradients = Gradients(list(learner.parameters.values()), apart=every > 0 and learner.update % every == 0)
+    totals = Totals(pairs)
+    for index, batch in enumerate(batches):
+        for place, step in enumerate(steps):
+            tick()
+            velocity = step_velocity(backbone, batch, step, sampling)
+            policy = policy_term(learner.config, batch, step, sampling, velocity, totals)
+            kl = velocity.new_zeros(())
+            for name, beta in learner.trust_region.betas.items():
+                values = sampler.kl(sampling.table, step, velocity, references[name][index][place]) * batch.weight
+                totals.add(f"kl_{name}", values)
+                totals.add("kl", beta * values)
+                kl = kl + beta * values.sum()
+            gradients.add(policy / pairs, lambda_kl * kl / pairs)
+    metrics |= totals.means() | gradients.norms() | {"ratio_error": float(totals.ratio_error)}
+    learner.trust_region.before_update()
+    norm = optimizer.step(
+        learner.optimizers, list(learner.parameters.values()), learner.config.optimizer, learner.update
+    )
+    if not norm.isfinite():
+        raise RunStopped(f"the gradient of update {learner.update + 1} is {float(norm)}; nothing was changed by it")
+    learner.update += 1
+    learner.trust_region.after_update(learner.update)
+    return metrics | {"gradient_norm": float(norm)}
+
+
+def step_velocity(backbone: Backbone, batch: Batch, step: int, sampling: Sampling) -> Tensor:
+    """The model's velocity at a stored state, called exactly as the rollout called it."""
+    latents = batch.trajectories.latents[step][batch.indices]
+    sigma = float(sampling.table.sigma[step])
+    return backbone.velocity(latents, sigma, batch.trajectories.conditioning, sampling.guidance)
+
+
+@torch.no_grad()
+def remembered_velocities(
+    learner: Learner, backbone: Backbone, batches: list[Batch], sampling: Sampling, tick: Tick
+) -> PolicyVelocities:
+    """Velocities of every remembered policy at every stored state: a KL needs nothing else of it."""
+    velocities: PolicyVelocities = {}
+    for name in learner.trust_region.betas:
+        velocities[name] = []
+        with learner.trust_region.acting(name):
+            for batch in batches:
+                of_batch = []
+                for step in sampling.table.trained_steps:
+                    tick()
+                    of_batch.append(step_velocity(backbone, batch, step, sampling))
+                velocities[name].append(torch.stack(of_batch))
+    return velocities
+
+
+def policy_term(
+    config: "Config", batch: Batch, step: int, sampling: Sampling, velocity: Tensor, totals: Totals
+) -> Tensor:
+    """Equalized policy loss of a micro-batch at one step, summed over its used samples."""
+    latents = batch.trajectories.latents
+    mean = sampler.mean(sampling.table, step, latents[step][batch.indices], velocity)
+    log_prob = sampler.log_prob(sampling.table, step, mean, latents[step + 1][batch.indices])
+    old_log_prob = batch.trajectories.log_prob[step][batch.indices]
+    loss, ratio = policy_loss(log_prob, old_log_prob, batch.advantage, config.objective.clip_range)
+    loss = loss * batch.weight * float(sampling.table.equalizer[step])
+    error = (ratio.detach() - 1).abs() * batch.weight
+    totals.add("policy_loss", loss)
+    totals.add("ratio", ratio * batch.weight)
+    totals.add("clipped", (error > config.objective.clip_range).float())
+    totals.ratio_error = torch.maximum(totals.ratio_error.to(error.device), error.max())
+    return loss.sum()
+
+
+class Gradients:
+    """Accumulates the gradients of the two parts, apart (at the cost of a second backward pass) when asked."""
+
+    def __init__(self, parameters: list[nn.Parameter], apart: bool) -> None:
+        self.parameters = parameters
+        self.kl_part = [torch.zeros_like(parameter) for parameter in parameters] if apart else None
+        for parameter in parameters:
+            parameter.grad = None
+
+    def add(self, policy: Tensor, kl: Tensor) -> None:
+        """Add the gradients of one micro-batch's policy loss and weighted KL."""
+        if self.kl_part is None or not kl.requires_grad:
+            (policy + kl).backward()
+            return
+        policy.backward(retain_graph=True)
+        for total, gradient in zip(self.kl_part, torch.autograd.grad(kl, self.parameters), strict=True):
+            total += gradient
+
+    def norms(self) -> dict[str, float]:
+        """Norms of the two parts where they were kept apart; from here on the gradients are whole."""
+        if self.kl_part is None:
+            return {}
+        policy = float(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
+        kl = float(nn.utils.get_total_norm(self.kl_part))
+        for parameter, gradient in zip(self.parameters, self.kl_part, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return {"gradient_norm_policy": policy, "gradient_norm_kl": kl}
