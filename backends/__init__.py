@@ -30,6 +30,9 @@ class Backbone(Protocol):
     def encode(self, prompts: list[str]) -> dict[str, Any]:
         """Conditioning of every prompt; each is encoded once and kept, so later calls are free."""
 
+    def free_text_encoders(self) -> None:
+        """Drop the text encoders from memory; prompts encoded so far stay."""
+
     def initial_latents(self, seeds: list[int], size: VideoSize) -> Tensor:
         """Standard normal latents [B, C, F', H', W'], one per seed, drawn on the CPU: the same in any batch."""
 
