@@ -1,0 +1,139 @@
+"""Checkpoints: everything that changes during a run, in one folder that is complete or absent.
+
+    config.toml           the run's configuration
+    weights.safetensors   the trained weights (the adapter, or the whole transformer), by the model's own names
+    policies.safetensors  every remembered policy, as POLICY/NAME
+    optimizer.pt          the optimizers' states
+    state.json            round, update, lambda_kl
+    manifest.json         size and sha256 of the others
+
+There is no generator to store: random numbers are named, not drawn in order (engine/noise.py).
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sagecli.config import Config
+from sagecli.engine.update import Learner
+from sagecli.errors import UserError
+from sagecli.loading import dump_config, load_config
+from sagecli.rundir import round_name, write_text
+
+LATEST = "latest"
+
+
+def save(learner: Learner, checkpoints: Path, keep: int) -> Path:
+    """Write the checkpoint of a finished round and point `latest` to it; only the newest `keep` stay."""
+    final = checkpoints / round_name(learner.round)
+    partial = checkpoints / f".{final.name}.partial"
+    for leftover in checkpoints.glob(".*.partial"):
+        shutil.rmtree(leftover)
+    partial.mkdir(parents=True)
+    _write(learner, partial)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    _point_latest(checkpoints, final.name)
+    for old in sorted(checkpoints.glob("round-*"))[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def _write(learner: Learner, folder: Path) -> None:
+    save_file(
+        {name: value.detach().contiguous() for name, value in learner.parameters.items()},
+        folder / "weights.safetensors",
+    )
+    remembered = {
+        f"{policy}/{name}": tensor.contiguous()
+        for policy, tensors in learner.trust_region.policies.items()
+        for name, tensor in zip(learner.parameters, tensors, strict=True)
+    }
+    save_file(remembered, folder / "policies.safetensors")
+    torch.save([optimizer.state_dict() for optimizer in learner.optimizers], folder / "optimizer.pt")
+    state = {"round": learner.round, "update": learner.update, "lambda_kl": learner.trust_region.lambda_kl}
+    write_text(folder / "state.json", json.dumps(state) + "\n")
+    write_text(folder / "config.toml", dump_config(learner.config))
+    manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
+    write_text(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+
+
+def _point_latest(checkpoints: Path, target: str) -> None:
+    link = checkpoints / f".{LATEST}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+    os.replace(link, checkpoints / LATEST)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that a path names: a checkpoint itself, or the latest of a run."""
+    for folder in (path, path / LATEST, path / "checkpoints" / LATEST):
+        if (folder / "manifest.json").is_file():
+            return folder.resolve()
+    raise UserError(f"{path} holds no checkpoint; it takes a run folder, or a folder of its checkpoints/")
+
+
+def check(folder: Path) -> None:
+    """UserError where a file of the checkpoint is missing, cut short or changed."""
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    for name, stated in manifest.items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"the checkpoint {folder} is incomplete: {name} is missing")
+        if path.stat().st_size != stated["bytes"] or _sha256(path) != stated["sha256"]:
+            raise UserError(f"the checkpoint {folder} is damaged: {name} is not what was written")
+
+
+def restore(learner: Learner, folder: Path) -> None:
+    """Continue exactly where the checkpoint stands."""
+    check(folder)
+    load_weights(learner.parameters, folder)
+    for policy, tensors in learner.trust_region.policies.items():
+        _fill(dict(zip(learner.parameters, tensors, strict=True)), folder / "policies.safetensors", f"{policy}/")
+    states = torch.load(folder / "optimizer.pt", weights_only=True)
+    for optimizer, state in zip(learner.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    learner.round, learner.update = state["round"], state["update"]
+    learner.trust_region.lambda_kl = state["lambda_kl"]
+
+
+def config_of(folder: Path) -> Config:
+    """The configuration of the run that wrote the checkpoint."""
+    return load_config(str(folder / "config.toml"))
+
+
+def load_weights(parameters: dict[str, Any], folder: Path) -> None:
+    """Copy a checkpoint's weights into the parameters; UserError unless each has its own, of the same shape."""
+    check(folder)
+    _fill(parameters, folder / "weights.safetensors", "")
+
+
+def _fill(parameters: dict[str, Tensor], path: Path, prefix: str) -> None:
+    try:
+        stored = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    stored = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    for name in [*parameters, *stored]:
+        given = tuple(stored[name].shape) if name in stored else "nothing"
+        wanted = tuple(parameters[name].shape) if name in parameters else "nothing"
+        if given != wanted:
+            raise UserError(f"{path} does not fit the model: it has {given} for {name}, the model {wanted}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(stored[name])

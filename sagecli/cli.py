@@ -1,0 +1,147 @@
+"""The `sage` command. Each command is short, and imports what is heavy inside."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sagecli.errors import RunStopped, UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    help="Post-train text-to-video flow-matching models with SAGE-GRPO.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, e.g. sampler.eta=0.7.")
+]
+
+
+def main() -> None:
+    """Run the command; what users can do something about is one sentence and an exit code, not a traceback."""
+    try:
+        app()
+    except UserError as error:
+        _complain(str(error))
+        sys.exit(2)
+    except RunStopped as error:
+        _complain(str(error))
+        sys.exit(1)
+    except OSError as error:  # a folder that cannot be written, a full disk; without a file's name it is our bug
+        if error.filename is None:
+            raise
+        _complain(f"{error.filename}: {error.strerror}")
+        sys.exit(2)
+
+
+def _complain(text: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_escaped(text)}", soft_wrap=True)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False)
+
+
+@app.command()
+def presets(name: Annotated[str | None, typer.Argument(help="Print this preset's file.")] = None) -> None:
+    """List the packaged presets, or print one."""
+    from sagecli.loading import load_config, preset_names, preset_text
+
+    if name is not None:
+        print(preset_text(name), end="")
+        return
+    for preset in preset_names():
+        print(f"{preset:<14} {load_config(preset).about}")
+
+
+@app.command()
+def inspect(
+    preset: Annotated[str, typer.Option(help="A preset's name or a .toml file.")] = "quickstart",
+    set_: SetOption = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    figure: Annotated[Path | None, typer.Option(help="Also draw them into this picture file.")] = None,
+) -> None:
+    """Show the sampler's table: sigma, the mean's a and b, std and equalizer weight of every step."""
+    import json
+
+    from sagecli import inspecting
+    from sagecli.engine.sampler import build_table
+    from sagecli.loading import load_config
+
+    config = load_config(preset, set_ or [])
+    table = build_table(config.sampler, config.objective.equalizer, 0, config.train.seed)
+    sampler = config.sampler
+    title = f"{sampler.sde}, eta {sampler.eta:g}, {sampler.steps} steps, shift {sampler.shift:g}"
+    if figure is not None:
+        inspecting.write_figure(table, title, figure)
+    if json_:
+        print(json.dumps(inspecting.rows(table), indent=1))
+    else:
+        _console().print(inspecting.terminal_table(table, title))
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Option(help="A preset's name or a .toml file.")] = "quickstart",
+    set_: SetOption = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder; runs/PRESET-TIME by default.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue this run folder exactly.")] = None,
+) -> None:
+    """Train a model: rollouts, rewards, updates; evaluations and checkpoints on the way."""
+    from sagecli.commands import continue_training, start_training
+
+    if resume is None:
+        start_training(_console(), preset, set_ or [], run)
+        return
+    given = {"--set": set_, "--run": run, "--preset": None if preset == "quickstart" else preset}
+    for option, value in given.items():
+        if value is not None:
+            raise UserError(f"--resume continues a run with its own configuration; leave out {option}")
+    continue_training(_console(), resume)
+
+
+@app.command()
+def rollout(
+    prompts: Annotated[Path, typer.Option(help="Prompt file: one a line, .jsonl or .csv.")],
+    sde: Annotated[str | None, typer.Option(help="precise, dance, flow, cps, exact or ode.")] = None,
+    preset: Annotated[str | None, typer.Option(help="A preset's name or a .toml file.")] = None,
+    model: Annotated[str | None, typer.Option(help='Hub id, folder, or "tiny" for the embedded model.')] = None,
+    adapter: Annotated[Path | None, typer.Option(help="Trained weights: a run or one of its checkpoints.")] = None,
+    videos_per_prompt: Annotated[int, typer.Option(min=1, help="Videos of each prompt.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Where all noise comes from.")] = 0,
+    reward: Annotated[list[str] | None, typer.Option(help="Score with this reward; may be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder; rollouts/TIME by default.")] = None,
+    set_: SetOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what the output folder holds.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Make what the output folder lacks.")] = False,
+) -> None:
+    """Sample videos of a prompt file, with a manifest and a contact sheet a prompt."""
+    from sagecli.commands import RolloutOutput, make_rollouts
+    from sagecli.sampling import Request
+
+    if force and resume:
+        raise UserError("--force replaces the output folder and --resume completes it; choose one")
+    request = Request(preset, model, adapter, sde, set_ or [])
+    output = RolloutOutput(prompts, videos_per_prompt, seed, reward or [], out, force, resume)
+    raise typer.Exit(make_rollouts(_console(), request, output))
+
+
+if __name__ == "__main__":
+    main()

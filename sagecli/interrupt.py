@@ -1,0 +1,48 @@
+"""Ctrl-C and SIGTERM as a request that the run answers at a safe moment."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupted(Exception):
+    """The user or the system asked the run to end; exit_code is 130 for Ctrl-C, 143 for SIGTERM."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.exit_code = 128 + signum
+
+
+class StopRequest:
+    """The first signal is remembered for `check` to raise; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+        for signum in self._before:
+            signal.signal(signum, self._remember)
+
+    def _remember(self, signum: int, frame: FrameType | None) -> None:
+        self._received = signum
+        self.close()
+
+    def close(self) -> None:
+        """Give the signals back."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def check(self) -> None:
+        """Raise Interrupted where a signal came."""
+        if self._received is not None:
+            raise Interrupted(self._received)
+
+
+@contextmanager
+def stop_request() -> Iterator[StopRequest]:
+    """Signals are requests within the block."""
+    request = StopRequest()
+    try:
+        yield request
+    finally:
+        request.close()

@@ -1,0 +1,164 @@
+"""One training run: builds what the engine needs, keeps the run's files, stops and resumes it."""
+
+import json
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from sagecli import checkpoint, media, preflight, registry
+from sagecli.backends import Backbone
+from sagecli.engine.rollout import Tick, round_sampling
+from sagecli.engine.train import Round, evaluate, train_round
+from sagecli.engine.update import Learner
+from sagecli.errors import RunStopped, UserError
+from sagecli.interrupt import Interrupted, stop_request
+from sagecli.prompts import read_prompts
+from sagecli.rundir import RunDir, append_jsonl, read_jsonl, round_name, write_jsonl, write_text
+from sagecli.scoring import Scorer, build_rewards
+from sagecli.summary import Rows, means, sample_rows, summarize
+
+if TYPE_CHECKING:
+    from sagecli.config import Config, ModelConfig
+
+
+class Watcher(Protocol):
+    """Shows a run to whoever watches it."""
+
+    def resumed(self, round: int, first: dict[str, Any]) -> None:
+        """The run goes on after `round`; `first` is its evaluation before training."""
+
+    def tick(self) -> None:
+        """The model is about to be called."""
+
+    def evaluated(self, evaluation: dict[str, Any]) -> None:
+        """An evaluation was written."""
+
+    def round_done(self, round: Round) -> None:
+        """A round was written."""
+
+
+def build_backbone(model: "ModelConfig", prompts: list[str]) -> Backbone:
+    """The model on its device, with the prompts encoded and the text encoders gone."""
+    backbone: Backbone = registry.load("backends", model.backbone)(model, preflight.device())
+    backbone.encode(prompts)
+    backbone.free_text_encoders()
+    return backbone
+
+
+class Training:
+    """A run in progress: the learner and everything around it."""
+
+    def __init__(self, config: "Config", run: RunDir, watcher: Watcher) -> None:
+        self.config = config
+        self.run = run
+        self.watcher = watcher
+        self.prompts = [prompt.text for prompt in read_prompts(config.train.prompts)]
+        self.heldout = [prompt.text for prompt in read_prompts(config.eval.prompts)]
+        self.score = Scorer(build_rewards(config.reward), config.video.fps, config.reward.timeout)
+        if config.model.train == "frozen":
+            raise UserError("model.train = 'frozen' trains nothing; it takes 'lora' or 'full' here")
+        if not round_sampling(config, 0).table.trained_steps:
+            raise UserError(
+                f"sampler.sde = {config.sampler.sde!r} with these sde_steps and last_step leaves no SDE step to train"
+            )
+        self.backbone = build_backbone(config.model, self.prompts + self.heldout)
+        self.learner = Learner(config, self.backbone)
+
+    def resume(self) -> int:
+        """Go back to the latest checkpoint, if there is one; returns the rounds that it has behind it."""
+        if (self.run.checkpoints / checkpoint.LATEST).exists():
+            checkpoint.restore(self.learner, checkpoint.find(self.run.path))
+        self.run.rewind(self.learner.round)
+        for first in read_jsonl(self.run.evaluations)[:1]:
+            self.watcher.resumed(self.learner.round, first)
+        return self.learner.round
+
+    def finish(self) -> dict[str, Any]:
+        """Train to the end and write the summary; a signal saves and raises Interrupted."""
+        with stop_request() as stop:
+
+            def tick() -> None:
+                stop.check()
+                self.watcher.tick()
+
+            try:
+                self._loop(tick)
+            except (Interrupted, RunStopped):
+                self._save()
+                raise
+        return self._summarize()
+
+    def _loop(self, tick: Tick) -> None:
+        while True:
+            self._evaluate_if_due(tick)
+            if self.learner.round == self.config.train.rounds:
+                break
+            done = train_round(self.learner, self.backbone, self.score, self.prompts, tick)
+            self._keep_rollouts(done)
+            for metrics in done.updates:
+                append_jsonl(self.run.metrics, metrics)
+            if self.learner.round % self.config.train.save_every == 0:
+                self._save()
+            self.watcher.round_done(done)
+        self._save()
+
+    def _save(self) -> None:
+        """Write a checkpoint of the last finished round, unless it has one."""
+        latest = self.run.checkpoints / checkpoint.LATEST
+        if not latest.exists() or latest.resolve().name != round_name(self.learner.round):
+            checkpoint.save(self.learner, self.run.checkpoints, self.config.train.keep)
+
+    def _evaluate_if_due(self, tick: Tick) -> None:
+        round, rounds, every = self.learner.round, self.config.train.rounds, self.config.train.eval_every
+        due = round in (0, rounds) or (every > 0 and round % every == 0)
+        if due and all(row["round"] != round for row in read_jsonl(self.run.evaluations)):
+            self._evaluate(tick)
+
+    def _evaluate(self, tick: Tick) -> None:
+        started = time.perf_counter()
+        seeds = self.config.eval.seeds
+        folder = self.run.folder("evaluations", self.learner.round)
+        shown = np.linspace(0, len(self.heldout) - 1, min(self.config.eval.videos, len(self.heldout))).round()
+        rows: Rows = []
+        sheet = []
+        for place, sample in enumerate(evaluate(self.config, self.backbone, self.score, self.heldout, tick)):
+            of_prompt = sample_rows(sample, seeds)
+            rows += of_prompt
+            if place in shown:
+                media.write_video(folder / f"{place:03d}.mp4", sample.videos[0], self.config.video.fps)
+                sheet.append(media.sheet_row(sample.videos[0], of_prompt[0]))
+        media.write_sheet(folder / "sheet.png", f"held out, after {self.learner.round} rounds", sheet)
+        write_jsonl(folder / "scores.jsonl", rows)
+        failed = sum(row["reward"] is None for row in rows)
+        evaluation = {"round": self.learner.round, "update": self.learner.update, "failed": failed} | means(rows)
+        evaluation["evaluate_seconds"] = time.perf_counter() - started
+        append_jsonl(self.run.evaluations, evaluation)
+        self.watcher.evaluated(evaluation)
+
+    def _keep_rollouts(self, done: Round) -> None:
+        """Write the first videos of the first groups, with their scores."""
+        count = self.config.train.videos_per_round
+        if not count:
+            return
+        folder = self.run.folder("rollouts", done.number)
+        rows = []
+        for place, sample in enumerate(done.groups[:count]):
+            row = sample_rows(sample, sample.trajectories.group.seeds)[0]
+            media.write_video(folder / f"{place:03d}.mp4", sample.videos[0], self.config.video.fps)
+            rows.append({"file": f"{place:03d}.mp4"} | row)
+        write_jsonl(folder / "scores.jsonl", rows)
+
+    def _summarize(self) -> dict[str, Any]:
+        folders = [self.run.path / "evaluations" / round_name(round) for round in (0, self.learner.round)]
+        before, after = (read_jsonl(folder / "scores.jsonl") for folder in folders)
+        times = read_jsonl(self.run.metrics) + read_jsonl(self.run.evaluations)
+        seconds = sum(value for row in times for key, value in row.items() if key.endswith("_seconds"))
+        summary = summarize(before, after) | {
+            "rounds": self.learner.round,
+            "seconds": round(seconds, 1),
+            "seed": self.config.train.seed,
+        }
+        media.side_by_side(self.run.path / "before-after.png", *(folder / "sheet.png" for folder in folders))
+        write_text(self.run.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+        return summary

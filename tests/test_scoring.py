@@ -1,0 +1,81 @@
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagecli.config_reward import RewardConfig
+from sagecli.errors import RunStopped, UserError
+from sagecli.rewards import Scores
+from sagecli.scoring import Scorer, build_rewards
+
+
+class Brightness:
+    """A real reward, of the kind a user writes: it refuses dark videos."""
+
+    axes = ("light",)
+    monitors = ("darkest",)
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, videos: Tensor, prompts: list[str], fps: float) -> Scores:
+        self.calls.append(len(videos))
+        light = videos.mean((1, 2, 3, 4))
+        if (light < 0.1).any():
+            raise RuntimeError("too dark to see")
+        return Scores({"light": light}, {"darkest": videos.amin((1, 2, 3, 4))})
+
+
+def videos(*levels: float) -> Tensor:
+    return torch.tensor(levels).view(-1, 1, 1, 1, 1).expand(-1, 2, 3, 4, 4)
+
+
+def test_a_batch_is_scored_at_once():
+    reward = Brightness()
+    scored = Scorer({"brightness": reward}, 8.0, 60.0)(videos(0.2, 0.4), ["a", "b"])
+    assert scored.axes["light"].tolist() == pytest.approx([0.2, 0.4])
+    assert scored.monitors["darkest"].tolist() == pytest.approx([0.2, 0.4])
+    assert scored.axes["light"].dtype == torch.float64
+    assert scored.failures == []
+    assert reward.calls == [2]
+
+
+def test_only_the_guilty_video_fails_and_is_named():
+    reward = Brightness()
+    scored = Scorer({"brightness": reward}, 8.0, 60.0)(videos(0.2, 0.0, 0.4), ["a", "night", "b"])
+    assert scored.axes["light"].isnan().tolist() == [False, True, False]
+    assert scored.axes["light"][[0, 2]].tolist() == pytest.approx([0.2, 0.4])
+    assert scored.failures == ["sample 1 of 'night': brightness raised RuntimeError: too dark to see"]
+    assert reward.calls == [3, 1, 1, 1]
+
+
+def test_a_score_that_is_no_number_is_a_failure():
+    class Undecided(Brightness):
+        def __call__(self, videos: Tensor, prompts: list[str], fps: float) -> Scores:
+            values = torch.tensor([0.5, float("nan"), float("inf")])
+            return Scores({"light": values}, {"darkest": values})
+
+    scored = Scorer({"undecided": Undecided()}, 8.0, 60.0)(videos(0.2, 0.3, 0.4), ["a", "b", "c"])
+    assert scored.failures == ["sample 1 of 'b': light is nan", "sample 2 of 'c': light is inf"]
+
+
+def test_a_reward_that_hangs_stops_the_run():
+    class Hanging(Brightness):
+        def __call__(self, videos: Tensor, prompts: list[str], fps: float) -> Scores:
+            time.sleep(30)
+            raise AssertionError
+
+    with pytest.raises(RunStopped, match=r"'hanging' did not come back within reward.timeout = 0.2 seconds"):
+        Scorer({"hanging": Hanging()}, 8.0, 0.2)(videos(0.2), ["a"])
+
+
+def test_rewards_by_name():
+    def config(name: str, axis: str) -> RewardConfig:
+        return RewardConfig.model_validate({"models": [{"name": name, "weights": {axis: 1.0}}]})
+
+    assert build_rewards(config("shapes", "TA"))["shapes"].axes == ("VQ", "MQ", "TA")
+    with pytest.raises(UserError, match=r"no reward is called 'shape'; installed: .*shapes.*did you mean 'shapes'"):
+        build_rewards(config("shape", "TA"))
+    with pytest.raises(UserError, match=r"'shapes' has no axis 'TV'"):
+        build_rewards(config("shapes", "TV"))

@@ -1,0 +1,205 @@
+"""Whole runs of the embedded model through the command line: files, resuming, kills, refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+SMALL = (
+    "train.rounds=4",
+    "train.groups_per_round=2",
+    "train.group_size=3",
+    "train.micro_batch=2",
+    "train.save_every=2",
+    "train.eval_every=2",
+    "train.diagnose_every=2",
+    "eval.steps=3",
+    "eval.seeds=[0, 1]",
+    "sampler.steps=4",
+    "sampler.sde_steps=all",
+    "trust_region.anchor_every=2",
+)
+HELDOUT = "a small red circle moving left fast\na large blue square moving up slowly\n"
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    prompts = tmp_path_factory.mktemp("prompts") / "heldout.txt"
+    prompts.write_text(HELDOUT)
+    settings = [*SMALL, f"eval.prompts={prompts}"]
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+@pytest.fixture(scope="module")
+def whole_run(arguments, sage, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    result = sage("train", "--run", str(run), *arguments)
+    assert result.code == 0, result.err
+    return run
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(path: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not key.endswith("_seconds")} for row in lines(path)]
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    for name in ("weights.safetensors", "policies.safetensors"):
+        files = [folder / "checkpoints" / "latest" / name for folder in (run, reference)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    assert timeless(run / "metrics.jsonl") == timeless(reference / "metrics.jsonl")
+    assert timeless(run / "evaluations.jsonl") == timeless(reference / "evaluations.jsonl")
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, reference)]
+    assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0}
+
+
+def test_a_run_leaves_what_it_promises(whole_run):
+    metrics = lines(whole_run / "metrics.jsonl")
+    assert [row["update"] for row in metrics] == [1, 2, 3, 4]
+    assert [row["round"] for row in metrics] == [0, 1, 2, 3]
+    assert metrics[0]["ratio_error"] == 0
+    assert all(0 < row[name] < 1 for row in metrics for name in ("VQ", "MQ", "TA", "reward"))
+    assert [("gradient_norm_kl" in row) for row in metrics] == [True, False, True, False]
+    assert [row["round"] for row in lines(whole_run / "evaluations.jsonl")] == [0, 2, 4]
+    for round in ("round-000000", "round-000002", "round-000004"):
+        folder = whole_run / "evaluations" / round
+        assert {path.name for path in folder.iterdir()} == {"scores.jsonl", "sheet.png", "000.mp4", "001.mp4"}
+        assert len(lines(folder / "scores.jsonl")) == 4
+    rollouts = lines(whole_run / "rollouts" / "round-000003" / "scores.jsonl")
+    assert [row["file"] for row in rollouts] == ["000.mp4", "001.mp4"]
+    assert (whole_run / "before-after.png").exists()
+    summary = json.loads((whole_run / "summary.json").read_text())
+    assert set(summary) == {"reward", "axes", "monitors", "rounds", "seconds", "seed"}
+    assert set(summary["axes"]) == {"VQ", "MQ", "TA"}
+    assert set(summary["monitors"]) == {"speed_error", "size_error"}
+    assert set(summary["reward"]) == {"before", "after", "stderr"}
+    assert (summary["rounds"], summary["seed"]) == (4, 0)
+    assert not list(whole_run.rglob("*.partial*"))
+
+
+def test_checkpoints_are_kept_and_complete(whole_run):
+    names = sorted(path.name for path in (whole_run / "checkpoints").iterdir())
+    assert names == ["latest", "round-000002", "round-000004"]
+    assert (whole_run / "checkpoints" / "latest").resolve().name == "round-000004"
+    first, last = (load_file(whole_run / "checkpoints" / name / "weights.safetensors") for name in names[1:])
+    assert first.keys() == last.keys()
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+
+
+def test_the_same_command_gives_the_same_run(whole_run, arguments, sage, tmp_path):
+    assert sage("train", "--run", str(tmp_path / "again"), *arguments).code == 0
+    assert_same_run(tmp_path / "again", whole_run)
+
+
+def start(run: Path, *more: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "sagecli.cli", "train", *more]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def wait_for_lines(path: Path, count: int, process: "subprocess.Popen[str]") -> None:
+    while not path.exists() or path.read_text().count("\n") < count:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("signum", "code", "after"), [(signal.SIGKILL, -9, 3), (signal.SIGINT, 130, 1)])
+def test_killed_and_resumed_is_the_uninterrupted_run(whole_run, arguments, sage, tmp_path, signum, code, after):
+    run = tmp_path / "killed"
+    process = start(run, "--run", str(run), *arguments)
+    wait_for_lines(run / "metrics.jsonl", after, process)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    if signum == signal.SIGINT:
+        assert f"sage train --resume {run}" in output
+        assert "Traceback" not in output
+    else:  # what a kill in the middle of a line would leave
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"round": 3, "upd')
+    result = sage("train", "--resume", str(run))
+    assert result.code == 0, result.err
+    assert_same_run(run, whole_run)
+
+
+def test_sigterm_saves_and_ends_with_143(arguments, tmp_path):
+    run = tmp_path / "terminated"
+    process = start(run, "--run", str(run), *arguments)
+    wait_for_lines(run / "metrics.jsonl", 1, process)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    assert (run / "checkpoints" / "latest" / "manifest.json").exists()
+
+
+def test_resuming_a_finished_run_shows_its_summary(whole_run, sage):
+    before = (whole_run / "metrics.jsonl").read_bytes()
+    result = sage("train", "--resume", str(whole_run))
+    assert result.code == 0
+    assert "held-out prompts, before and after 4 rounds" in result.out
+    assert (whole_run / "metrics.jsonl").read_bytes() == before
+
+
+def test_damaged_checkpoints_are_named(whole_run, sage, tmp_path):
+    import shutil
+
+    run = tmp_path / "damaged"
+    shutil.copytree(whole_run, run, symlinks=True)
+    weights = run / "checkpoints" / "round-000004" / "weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    result = sage("train", "--resume", str(run))
+    assert result.code == 2
+    assert "weights.safetensors is not what was written" in result.err
+    weights.unlink()
+    assert "weights.safetensors is missing" in sage("train", "--resume", str(run)).err
+
+
+def test_refusals(whole_run, arguments, sage, tmp_path):
+    result = sage("train", "--run", str(whole_run), *arguments)
+    assert (result.code, "is not empty; --resume continues it" in result.err) == (2, True)
+    result = sage("train", "--resume", str(tmp_path))
+    assert (result.code, "is not a run folder" in result.err) == (2, True)
+    result = sage("train", "--resume", str(whole_run), "--set", "train.rounds=9")
+    assert (result.code, "leave out --set" in result.err) == (2, True)
+    (tmp_path / "file").touch()
+    result = sage("train", "--run", str(tmp_path / "file"), *arguments)
+    assert (result.code, "is a file; a run needs a folder" in result.err) == (2, True)
+    result = sage("train", "--run", "/proc/none", *arguments)
+    assert (result.code, "Traceback" in result.err, "/proc/none" in result.err) == (2, False, True)
+    run = tmp_path / "none"
+    for setting, sentence in (
+        ("sampler.sde=ode", "leaves no SDE step to train"),
+        ("video.frames=8", "video.frames = 8"),
+        ("video.height=33", "video.height = 33"),
+        ("model.train=frozen", "trains nothing"),
+        ("reward.models=[{name='shapes', weights={XX=1.0}}]", "has no axis 'XX'"),
+        ("model.path=/nowhere", "'/nowhere' is no folder"),
+        ("model.attention=falsh", "did you mean 'flash'"),
+    ):
+        result = sage("train", "--run", str(run), *arguments, "--set", setting)
+        assert (setting, result.code) == (setting, 2)
+        assert sentence in result.err
+        assert "Traceback" not in result.err
+        assert not run.exists(), setting
+
+
+def test_settings_without_weights_or_gpu_stop_before_loading(sage, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    result = sage("train", "--preset", "setting-b")
+    assert result.code == 2
+    for part in ("hf download", "GPU", "sage train --preset quickstart", "sage rollout --model tiny"):
+        assert part in result.err
+    assert not (Path.cwd() / "runs").exists() or "setting-b" not in str(list((Path.cwd() / "runs").iterdir()))
