@@ -1,6 +1,6 @@
 """Draws the README's pictures from finished quickstart runs: python scripts/readme_figures.py RUN [RUN ...].
 
-docs/images/curve.png: held-out reward over rounds, one line a run. docs/images/before-after.png: some rows of the
+docs/images/curve.png: held-out reward over rounds, one line a run. docs/images/before-after.png: the rows of the
 first run's sheet.
 """
 
@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-ROWS = 6
+ROWS = 12
 
 
 def read(path: Path) -> list[dict[str, float]]:
