@@ -104,9 +104,10 @@ class Training:
         self._save()
 
     def _save(self) -> None:
-        """Write a checkpoint of the last finished round, unless it has one."""
+        """Write a checkpoint of the last finished round, unless it has one or a part of the next was applied."""
         latest = self.run.checkpoints / checkpoint.LATEST
-        if not latest.exists() or latest.resolve().name != round_name(self.learner.round):
+        saved = latest.exists() and latest.resolve().name == round_name(self.learner.round)
+        if self.learner.between_rounds and not saved:
             checkpoint.save(self.learner, self.run.checkpoints, self.config.train.keep)
 
     def _evaluate_if_due(self, tick: Tick) -> None:

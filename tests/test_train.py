@@ -219,6 +219,33 @@ def test_slices_are_disjoint_and_whole(random_pipeline):
     assert slices[:3] != slices[3:]
 
 
+def test_a_window_of_nothing_but_ode_steps_changes_nothing(random_pipeline):
+    window = {"size": 1, "stride": 1}
+    learner, updates = run(make_config(random_pipeline, sampler={"sde_steps": window}), rounds=4)
+    assert [metrics["skipped"] for metrics in updates] == [False, False, False, True]
+    assert (learner.update, learner.round) == (3, 4)
+
+
+@pytest.mark.parametrize("bad_update", [1, 2])
+def test_a_gradient_that_is_no_number_is_not_applied(random_pipeline, monkeypatch, bad_update):
+    config = make_config(random_pipeline, objective={"updates_per_round": 2}, train={"group_size": 2})
+    backbone = make_backbone(config)
+    learner = Learner(config, backbone)
+    velocity = backbone.velocity
+
+    def spoiled(*arguments: Any) -> Tensor:
+        spoils = torch.is_grad_enabled() and learner.update == bad_update - 1
+        return velocity(*arguments) * (math.nan if spoils else 1)
+
+    monkeypatch.setattr(backbone, "velocity", spoiled)
+    with pytest.raises(RunStopped, match=f"gradient of update {bad_update} is nan; it was not applied"):
+        train_round(learner, backbone, brightness, PROMPTS, no_tick)
+    assert learner.between_rounds == (bad_update == 1)
+    for parameter, previous in zip(learner.parameters.values(), learner.trust_region.policies["previous"], strict=True):
+        assert parameter.isfinite().all()
+        assert torch.equal(parameter, previous) == (bad_update == 1)
+
+
 def test_abandoned_round_leaves_the_policy_as_it_was(random_pipeline):
     config = make_config(random_pipeline)
     backbone = make_backbone(config)

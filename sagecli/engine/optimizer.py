@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 if TYPE_CHECKING:
     from sagecli.config import OptimizerConfig
@@ -35,18 +35,9 @@ def build_optimizers(config: "OptimizerConfig", parameters: Sequence[nn.Paramete
     return optimizers
 
 
-def step(
-    optimizers: Sequence[torch.optim.Optimizer],
-    parameters: Sequence[nn.Parameter],
-    config: "OptimizerConfig",
-    update: int,
-) -> Tensor:
-    """One update from the gradients at hand; returns their norm before clipping. `update` counts those before."""
-    norm = nn.utils.clip_grad_norm_(parameters, config.grad_clip, error_if_nonfinite=False)
-    if not norm.isfinite():
-        return norm
+def step(optimizers: Sequence[torch.optim.Optimizer], config: "OptimizerConfig", update: int) -> None:
+    """Step from the gradients at hand, clipped already; `update` counts the updates before."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = config.lr * min(1.0, (update + 1) / max(config.warmup, 1))
         optimizer.step()
-    return norm

@@ -120,6 +120,7 @@ def train_round(learner: Learner, backbone: Backbone, score: Score, prompts: lis
     if kls:
         learner.trust_region.after_round(sum(kls) / len(kls))
     learner.round += 1
+    learner.between_rounds = True
     return Round(learner.round - 1, groups, updates)
 
 

@@ -41,6 +41,8 @@ class Learner:
         """Rounds finished."""
         self.update = 0
         """Optimizer updates made."""
+        self.between_rounds = True
+        """Whether the policy is that of `round` finished rounds, and no update of the next is in it."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,12 @@ class Totals:
 def update_policy(
     learner: Learner, backbone: Backbone, batches: list[Batch], sampling: Sampling, tick: Tick
 ) -> dict[str, Any]:
-    """Make one update from the batches; returns its metrics. Without a used sample nothing changes."""
+    """Make one update from the batches; returns its metrics. Without a used sample or an SDE step it is skipped."""
     steps = sampling.table.trained_steps
     lambda_kl = learner.trust_region.lambda_kl
-    metrics: dict[str, Any] = {"skipped": not batches, "lambda_kl": lambda_kl if learner.trust_region.betas else 0.0}
-    if not batches:
+    skipped = not batches or not steps  # a window may hold nothing but ODE steps
+    metrics: dict[str, Any] = {"skipped": skipped, "lambda_kl": lambda_kl if learner.trust_region.betas else 0.0}
+    if skipped:
         return metrics
     pairs = int(sum(batch.weight.sum() for batch in batches)) * len(steps)
     references = remembered_velocities(learner, backbone, batches, sampling, tick)
@@ -114,13 +117,13 @@ def update_policy(
                 kl = kl + beta * values.sum()
             gradients.add(policy / pairs, lambda_kl * kl / pairs)
     metrics |= totals.means() | gradients.norms() | {"ratio_error": float(totals.ratio_error)}
-    learner.trust_region.before_update()
-    norm = optimizer.step(
-        learner.optimizers, list(learner.parameters.values()), learner.config.optimizer, learner.update
-    )
+    norm = nn.utils.clip_grad_norm_(list(learner.parameters.values()), learner.config.optimizer.grad_clip)
     if not norm.isfinite():
-        raise RunStopped(f"the gradient of update {learner.update + 1} is {float(norm)}; nothing was changed by it")
+        raise RunStopped(f"the gradient of update {learner.update + 1} is {float(norm)}; it was not applied")
+    learner.trust_region.before_update()
+    optimizer.step(learner.optimizers, learner.config.optimizer, learner.update)
     learner.update += 1
+    learner.between_rounds = False
     learner.trust_region.after_update(learner.update)
     return metrics | {"gradient_norm": float(norm)}
 
