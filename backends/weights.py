@@ -4,12 +4,12 @@ A model is a folder in diffusers' layout: model_index.json and one folder a part
 """
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sagecli.backends import VideoSize
 from sagecli.errors import UserError
+from sagecli.hub import is_hub_id, local_folder
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ def locate(path: str, pipeline: str = PIPELINE) -> Path:
     Raises UserError where nothing is there, where it is another pipeline's, and where a file is missing or cut short.
     """
     folder = _folder(path)
-    again = f"`hf download {path}`" if _is_hub_id(path) and not Path(path).is_dir() else "copying it again"
+    again = f"`hf download {path}`" if is_hub_id(path) and not Path(path).is_dir() else "copying it again"
     for part in _parts(folder, pipeline):
         for file in _weight_files(folder / part):
             if not file.is_file():
@@ -80,27 +80,8 @@ def load(kind: Any, part: Path, dtype: "torch.dtype") -> Any:
     return model
 
 
-def _is_hub_id(path: str) -> bool:
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) is not None
-
-
 def _folder(path: str) -> Path:
-    if path == "tiny":
-        return Path(__file__).parent / "tiny"
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if not _is_hub_id(path):
-        raise UserError(f"model.path = {path!r} is no folder; it takes a folder, a hub id (owner/name) or 'tiny'")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"model.path = {path!r} is neither a folder nor in the Hugging Face cache; get it by `hf download {path}`"
-        ) from error
+    return Path(__file__).parent / "tiny" if path == "tiny" else local_folder(path, "model.path", " or 'tiny'")
 
 
 def _parts(folder: Path, pipeline: str) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
-from sagecli.rewards import Scores
+from sagecli.rewards import Reward, Scores
 
 BACKGROUND = (0.08, 0.09, 0.12)
 COLOURS = {
@@ -114,7 +114,7 @@ class _Seen:
     dirt: Tensor  # [B] root mean square contrast away from the shape
 
 
-class ShapesReward:
+class ShapesReward(Reward):
     """Scores clips of moving shapes: every axis is 1 / (1 + sum of errors), so no error ever loses its slope.
 
     TA: colour, shape, direction, speed, size. MQ: wander off a uniform motion, unsteady area and brightness. VQ: dirty
@@ -126,7 +126,7 @@ class ShapesReward:
     axes = tuple(ERRORS)
     monitors = ("speed_error", "size_error")
 
-    def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float) -> Scores:
+    def score(self, videos: Tensor, prompts: Sequence[str], fps: float) -> Scores:
         """Scores of videos [B, F >= 3, 3, H, W] in [0, 1]; fps is not used, as speeds are per frame.
 
         Monitors: |log(measured / commanded)| of the speed and of the area, with a floor under what is measured.

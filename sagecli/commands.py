@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sagecli import checkpoint, preflight
+from sagecli.config_reward import RewardSource
 from sagecli.display import TrainDisplay, note, summary_table
 from sagecli.engine.update import trainable
 from sagecli.errors import RunStopped, UserError
@@ -18,7 +19,7 @@ from sagecli.loading import dump_config, load_config
 from sagecli.prompts import read_prompts
 from sagecli.rundir import RunDir, fresh_folder, write_text
 from sagecli.sampling import Request, Rollouts, prompt_group, rollout_config
-from sagecli.scoring import Scorer, named_rewards
+from sagecli.scoring import Scorer, make_rewards, missing_rewards
 from sagecli.training import Training, build_backbone
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def start_training(console: Console, preset: str, overrides: list[str], path: Pa
     config = load_config(preset, overrides)
     run = RunDir(path or Path("runs") / f"{Path(preset).stem}-{stamp()}")
     run.refuse_used()
-    preflight.require(preflight.missing_for_training(config), f"training with {preset!r}")
+    preflight.require(_missing(config), f"training with {preset!r}")
     with TrainDisplay(console, config) as display:
         training = Training(config, run, display)
         run.create(config)
@@ -45,11 +46,15 @@ def start_training(console: Console, preset: str, overrides: list[str], path: Pa
 def continue_training(console: Console, path: Path) -> None:
     """An interrupted run, from its latest checkpoint."""
     run, config = RunDir.open(path)
-    preflight.require(preflight.missing_for_training(config), f"the run {path}")
+    preflight.require(_missing(config), f"the run {path}")
     with TrainDisplay(console, config) as display:
         training = Training(config, run, display)
         console.print(note(f"resumed after round {training.resume()}"))
         _train(console, training)
+
+
+def _missing(config: "Config") -> list[str]:
+    return preflight.missing_for_model(config) + missing_rewards(config.reward.models)
 
 
 def _train(console: Console, training: Training) -> None:
@@ -94,12 +99,13 @@ def make_rollouts(console: Console, request: Request, output: RolloutOutput) -> 
     prompts = read_prompts(output.prompts)
     config = rollout_config(request)
     preflight.require(preflight.missing_for_model(config), f"rollouts of {config.model.path!r}")
-    rewards = named_rewards(output.rewards)
+    rewards = [RewardSource(name=name) for name in dict.fromkeys(output.rewards)]
+    make_rewards(rewards)
     out = _output_folder(config, output)
     backbone = build_backbone(config.model, [prompt.text for prompt in prompts])
     if request.adapter is not None:
         checkpoint.load_weights(trainable(backbone.module), checkpoint.find(request.adapter))
-    score = Scorer(rewards, config.video.fps, config.reward.timeout) if rewards else None
+    score = Scorer.loaded(rewards, config.video.fps, config.reward.timeout) if rewards else None
     rollouts = Rollouts(config, backbone, score, out)
     count = output.videos_per_prompt
     groups = [prompt_group(prompt, place, count, output.seed) for place, prompt in enumerate(prompts)]

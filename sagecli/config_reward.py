@@ -1,16 +1,28 @@
 """The [reward] table: which rewards, what each axis weighs, and how scores become one number."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from sagecli.config_base import Finite, Fraction, NonNegative, Positive, Section
 
 
-class RewardModelConfig(Section):
-    """One reward and the weight of each of its axes."""
+class RewardSource(Section):
+    """One reward, and how it is loaded."""
 
     name: str
+    path: str = ""
+    """Folder or hub id of its weights; "" is the reward's own choice."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    offload: bool = False
+    """Keep its model in main memory but while it scores."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What else the reward's constructor takes."""
+
+
+class RewardModelConfig(RewardSource):
+    """One reward of a run and the weight of each of its axes."""
+
     weights: Annotated[dict[str, Finite], Field(min_length=1)]
 
 
@@ -46,6 +58,9 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _axes_are_known(self) -> "RewardConfig":
+        names = [model.name for model in self.models]
+        if twins := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"models names the reward {twins[0]!r} twice; each may stand once, with all its weights")
         axes = [axis for model in self.models for axis in model.weights]
         if twice := sorted({axis for axis in axes if axes.count(axis) > 1}):
             raise ValueError(f"models give a weight to {twice[0]!r} twice; every axis may have one")

@@ -166,7 +166,8 @@ def _allowed(node: Node) -> str:
     if "properties" in node:
         return f"a table of {', '.join(node['properties'])}"
     if node["type"] == "object":
-        return f"a table of one or more names, each with {_allowed(node['additionalProperties'])}"
+        each = node["additionalProperties"]
+        return "a table" if each is True else f"a table of one or more names, each with {_allowed(each)}"
     words_of = {"integer": "a whole number", "number": "a number", "string": "a text", "boolean": "true or false"}
     return words_of[node["type"]] + _range(node)
 

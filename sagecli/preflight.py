@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sagecli import registry
 from sagecli.backends import weights
 from sagecli.engine.rollout import video_size
 from sagecli.errors import UserError
@@ -34,16 +33,6 @@ def missing_for_model(config: "Config") -> list[str]:
     if not torch.cuda.is_available() and (problem or weights.transformer_bytes(path) > NEEDS_GPU_BYTES):
         lacks.append("no GPU was found: a model of this size needs a CUDA device (80 GB for HunyuanVideo-1.5)")
     return lacks
-
-
-def missing_for_training(config: "Config") -> list[str]:
-    """What the model lacks, and rewards that are not installed."""
-    known = registry.names("rewards")
-    return missing_for_model(config) + [
-        f"the reward {model.name!r} is not installed; installed: {', '.join(known)}"
-        for model in config.reward.models
-        if model.name not in known
-    ]
 
 
 def require(lacks: list[str], what: str) -> None:

@@ -94,7 +94,7 @@ class Rollouts:
         micro_batch = min(self.sampling.micro_batch, len(group.seeds))
         trajectories = rollout(self.backbone, group, replace(self.sampling, micro_batch=micro_batch), tick)
         videos = decode(self.backbone, trajectories.latents[-1], micro_batch)
-        scored = self.score(videos, [group.prompt] * len(videos)) if self.score else Scored({}, {}, [])
+        scored = self.score(videos, [group.prompt] * len(videos)) if self.score else Scored({}, {}, {})
         rows = [self._row(place, group, index, scored) for index in range(len(videos))]
         for row, video in zip(rows, videos, strict=True):
             media.write_video(self.out / row["file"], video, self.config.video.fps)
@@ -102,7 +102,7 @@ class Rollouts:
         media.write_sheet(self.out / f"{place:04d}.png", group.prompt, sheet)
         for row in rows:
             append_jsonl(self.manifest, row)
-        return scored.failures
+        return [f"{rows[index]['file']}, {group.prompt!r}: {reason}" for index, reason in scored.failures.items()]
 
     def _row(self, place: int, group: Group, index: int, scored: Scored) -> dict[str, Any]:
         sampler = self.config.sampler

@@ -15,7 +15,7 @@ from sagecli.errors import RunStopped, UserError
 from sagecli.interrupt import Interrupted, stop_request
 from sagecli.prompts import read_prompts
 from sagecli.rundir import RunDir, append_jsonl, read_jsonl, round_name, write_jsonl, write_text
-from sagecli.scoring import Scorer, build_rewards
+from sagecli.scoring import Scorer, check_weights, make_rewards
 from sagecli.summary import Rows, means, sample_rows, summarize
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Training:
         self.watcher = watcher
         self.prompts = [prompt.text for prompt in read_prompts(config.train.prompts)]
         self.heldout = [prompt.text for prompt in read_prompts(config.eval.prompts)]
-        self.score = Scorer(build_rewards(config.reward), config.video.fps, config.reward.timeout)
+        check_weights(config.reward, make_rewards(config.reward.models))
         if config.model.train == "frozen":
             raise UserError("model.train = 'frozen' trains nothing; it takes 'lora' or 'full' here")
         if not round_sampling(config, 0).table.trained_steps:
@@ -63,6 +63,7 @@ class Training:
                 f"sampler.sde = {config.sampler.sde!r} with these sde_steps and last_step leaves no SDE step to train"
             )
         self.backbone = build_backbone(config.model, self.prompts + self.heldout)
+        self.score = Scorer.loaded(config.reward.models, config.video.fps, config.reward.timeout)
         self.learner = Learner(config, self.backbone)
 
     def resume(self) -> int:

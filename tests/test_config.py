@@ -215,7 +215,11 @@ KINDS = '"adaptive", "constant", "linear" or "two-stage"'
          "over 0"),
         ("trust_region.lambda_kl={kind='constant', vale=1}", "unknown key trust_region.lambda_kl.vale; "
          "[trust_region.lambda_kl] with kind = \"constant\" has kind, value; did you mean 'value'? (and 1 more)"),
-        ("reward.models=[]", "reward.models = []; it takes a list of one or more items, each a table of name, weights"),
+        (
+            "reward.models=[]",
+            "reward.models = []; it takes a list of one or more items, "
+            "each a table of name, path, dtype, offload, options, weights",
+        ),
         ("reward.models=[{name='clip', weights={}}]", "reward.models[0].weights = {}; it takes a table of one or more "
          "names, each with a number"),
         ("reward.models=[{name='clip', weights={CLIP=nan}}]", "reward.models[0].weights.CLIP = nan; it takes a finite "

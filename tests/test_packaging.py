@@ -13,9 +13,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
-USED_BY_OTHERS = {
-    "accelerate": "diffusers needs it to load weights without a second copy in memory",
-}
 BROUGHT_BY_EXTRAS = {"av": "imageio[pyav]"}
 
 
@@ -85,7 +82,7 @@ def test_every_runtime_dependency_is_used() -> None:
     owners = packages_distributions()
     used = {distribution(owner) for module in modules for owner in owners.get(module, [])}
     declared = {distribution(requirement) for requirement in PROJECT["project"]["dependencies"]}
-    assert declared - used == set(USED_BY_OTHERS)
+    assert declared - used == set()
     assert set(BROUGHT_BY_EXTRAS.values()) <= {re.split("[>=]", one)[0] for one in PROJECT["project"]["dependencies"]}
     assert used - declared - {"sage-grpo", *BROUGHT_BY_EXTRAS} == set(), "imported, but not declared"
 

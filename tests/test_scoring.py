@@ -1,4 +1,5 @@
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -6,11 +7,11 @@ from torch import Tensor
 
 from sagecli.config_reward import RewardConfig
 from sagecli.errors import RunStopped, UserError
-from sagecli.rewards import Scores
-from sagecli.scoring import Scorer, build_rewards
+from sagecli.rewards import Reward, Scores
+from sagecli.scoring import Scorer, check_weights, make_rewards
 
 
-class Brightness:
+class Brightness(Reward):
     """A real reward, of the kind a user writes: it refuses dark videos."""
 
     axes = ("light",)
@@ -19,7 +20,7 @@ class Brightness:
     def __init__(self) -> None:
         self.calls: list[int] = []
 
-    def __call__(self, videos: Tensor, prompts: list[str], fps: float) -> Scores:
+    def score(self, videos: Tensor, prompts: Sequence[str], fps: float) -> Scores:
         self.calls.append(len(videos))
         light = videos.mean((1, 2, 3, 4))
         if (light < 0.1).any():
@@ -37,7 +38,7 @@ def test_a_batch_is_scored_at_once():
     assert scored.axes["light"].tolist() == pytest.approx([0.2, 0.4])
     assert scored.monitors["darkest"].tolist() == pytest.approx([0.2, 0.4])
     assert scored.axes["light"].dtype == torch.float64
-    assert scored.failures == []
+    assert scored.failures == {}
     assert reward.calls == [2]
 
 
@@ -46,23 +47,23 @@ def test_only_the_guilty_video_fails_and_is_named():
     scored = Scorer({"brightness": reward}, 8.0, 60.0)(videos(0.2, 0.0, 0.4), ["a", "night", "b"])
     assert scored.axes["light"].isnan().tolist() == [False, True, False]
     assert scored.axes["light"][[0, 2]].tolist() == pytest.approx([0.2, 0.4])
-    assert scored.failures == ["sample 1 of 'night': brightness raised RuntimeError: too dark to see"]
+    assert scored.failures == {1: "brightness raised RuntimeError: too dark to see"}
     assert reward.calls == [3, 1, 1, 1]
 
 
 def test_a_score_that_is_no_number_is_a_failure():
     class Undecided(Brightness):
-        def __call__(self, videos: Tensor, prompts: list[str], fps: float) -> Scores:
+        def score(self, videos: Tensor, prompts: Sequence[str], fps: float) -> Scores:
             values = torch.tensor([0.5, float("nan"), float("inf")])
             return Scores({"light": values}, {"darkest": values})
 
     scored = Scorer({"undecided": Undecided()}, 8.0, 60.0)(videos(0.2, 0.3, 0.4), ["a", "b", "c"])
-    assert scored.failures == ["sample 1 of 'b': light is nan", "sample 2 of 'c': light is inf"]
+    assert scored.failures == {1: "light is nan", 2: "light is inf"}
 
 
 def test_a_reward_that_hangs_stops_the_run():
     class Hanging(Brightness):
-        def __call__(self, videos: Tensor, prompts: list[str], fps: float) -> Scores:
+        def score(self, videos: Tensor, prompts: Sequence[str], fps: float) -> Scores:
             time.sleep(30)
             raise AssertionError
 
@@ -74,8 +75,10 @@ def test_rewards_by_name():
     def config(name: str, axis: str) -> RewardConfig:
         return RewardConfig.model_validate({"models": [{"name": name, "weights": {axis: 1.0}}]})
 
-    assert build_rewards(config("shapes", "TA"))["shapes"].axes == ("VQ", "MQ", "TA")
+    shapes = make_rewards(config("shapes", "TA").models)
+    assert shapes["shapes"].axes == ("VQ", "MQ", "TA")
+    check_weights(config("shapes", "TA"), shapes)
     with pytest.raises(UserError, match=r"no reward is called 'shape'; installed: .*shapes.*did you mean 'shapes'"):
-        build_rewards(config("shape", "TA"))
+        make_rewards(config("shape", "TA").models)
     with pytest.raises(UserError, match=r"'shapes' has no axis 'TV'"):
-        build_rewards(config("shapes", "TV"))
+        check_weights(config("shapes", "TV"), shapes)

@@ -25,7 +25,7 @@ def no_tick() -> None:
 
 
 def brightness(videos: Tensor, prompts: list[str]) -> Scored:
-    return Scored({"VQ": videos.double().mean((1, 2, 3, 4))}, {}, [])
+    return Scored({"VQ": videos.double().mean((1, 2, 3, 4))}, {}, {})
 
 
 def make_config(path: Path, **sections: dict[str, Any]) -> Config:
@@ -155,7 +155,7 @@ def test_a_failed_reward_never_reaches_a_gradient(random_pipeline, lost):
     def failing(videos: Tensor, prompts: list[str]) -> Scored:
         scores = videos.double().mean((1, 2, 3, 4))
         scores[1] = lost
-        return Scored({"VQ": scores}, {}, ["sample 1"])
+        return Scored({"VQ": scores}, {}, {1: "torn"})
 
     config = make_config(random_pipeline, reward={"max_failed": 0.5}, train={"group_size": 4})
     learner, updates = run(config, rounds=1, score=failing)
@@ -171,7 +171,7 @@ def test_a_failed_reward_never_reaches_a_gradient(random_pipeline, lost):
 def _with_nan(videos: Tensor) -> Scored:
     scores = videos.double().mean((1, 2, 3, 4))
     scores[1] = math.nan
-    return Scored({"VQ": scores}, {}, ["sample 1"])
+    return Scored({"VQ": scores}, {}, {1: "torn"})
 
 
 def test_too_many_failures_stop_the_run(random_pipeline):
@@ -182,7 +182,7 @@ def test_too_many_failures_stop_the_run(random_pipeline):
 
 def test_groups_without_spread_change_nothing(random_pipeline):
     def constant(videos: Tensor, prompts: list[str]) -> Scored:
-        return Scored({"VQ": torch.full((len(videos),), 0.3, dtype=torch.float64)}, {}, [])
+        return Scored({"VQ": torch.full((len(videos),), 0.3, dtype=torch.float64)}, {}, {})
 
     config = make_config(random_pipeline)
     learner, updates = run(config, rounds=1, score=constant)

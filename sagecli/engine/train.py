@@ -6,7 +6,7 @@ weighted by the equalizer; and a KL holds the policy near a moving anchor and ne
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +42,10 @@ class Scored:
     """Axis -> [B] float64 on the CPU; NaN where scoring failed."""
     monitors: dict[str, Tensor]
     """Monitor -> [B], as the axes."""
-    failures: list[str]
-    """One sentence for every video that could not be scored."""
+    failures: dict[int, str]
+    """Index of a video that could not be scored -> the reason."""
+    details: list[dict[str, Any]] = field(default_factory=list)
+    """What each reward used, by video: reward -> its details; may be empty."""
 
 
 Score = Callable[[Tensor, list[str]], Scored]
@@ -139,13 +141,19 @@ def update_slices(config: "Config", round: int) -> Iterator[list[int]]:
 
 def check_failures(groups: list[Sampled], max_failed: float) -> None:
     """Stop the run where more than max_failed of a round's videos could not be scored."""
-    failures = [failure for group in groups for failure in group.scored.failures]
+    failures = [failure for group in groups for failure in named_failures(group)]
     total = sum(len(group.reward) for group in groups)
     if len(failures) > max_failed * total:
         raise RunStopped(
             f"{len(failures)} of {total} videos could not be scored, over reward.max_failed = {max_failed:g}: "
             + "; ".join(failures[:3])
         )
+
+
+def named_failures(sample: Sampled) -> list[str]:
+    """One sentence for every video of the group that could not be scored."""
+    prompt = sample.trajectories.group.prompt
+    return [f"sample {index} of {prompt!r}: {reason}" for index, reason in sample.scored.failures.items()]
 
 
 def round_metrics(groups: list[Sampled], reward: Tensor, used: Tensor) -> dict[str, float]:
