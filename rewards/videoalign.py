@@ -160,7 +160,10 @@ class VideoAlign(Reward):
     def _warnings(self, count: int) -> list[tuple[int, str]]:
         if self._known():
             return []
-        sentence = f"the prompt template's sha256 is {self.template.sha256}; that of VideoAlign's is {KNOWN_SHA256}"
+        sentence = (
+            f"the prompt template is not VideoAlign's own (sha256 {self.template.sha256[:12]}..., "
+            f"where {KNOWN_SHA256[:12]}... is known)"
+        )
         return [(index, sentence) for index in range(count)]
 
 

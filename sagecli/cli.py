@@ -143,5 +143,49 @@ def rollout(
     raise typer.Exit(make_rollouts(_console(), request, output))
 
 
+@app.command()
+def score(
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="PATH...", help="Videos, folders, patterns, manifest.jsonl.")
+    ] = None,
+    reward: Annotated[list[str] | None, typer.Option(help="Score with this reward; may be repeated.")] = None,
+    path: Annotated[list[str] | None, typer.Option(metavar="[NAME=]DIR", help="Where a reward's weights are.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME.KEY=VALUE", help="A reward's option, e.g. clip.frames=4.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help=".csv or .jsonl with the columns video and prompt.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="One prompt for every video that has no other.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Take rewards and weights from this preset or .toml file.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Also show a weighted reward, e.g. VQ=0.5,MQ=0.5,TA=1.")] = None,
+    pairs: Annotated[Path | None, typer.Option(help="Pairs that people compared: agreement with them.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write one row a video: .jsonl or .csv.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Videos of one size scored at once.")] = 4,
+    force: Annotated[bool, typer.Option("--force", help="Replace the output file.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Score what the output file lacks.")] = False,
+) -> None:
+    """Score video files with reward models; prompts come from a manifest, NAME.txt beside a video, or the options."""
+    from sagecli.score import score_videos
+    from sagecli.scorerequest import ScoreRequest
+
+    if force and resume:
+        raise UserError("--force replaces the output file and --resume completes it; choose one")
+    request = ScoreRequest(
+        paths or [],
+        reward or [],
+        preset,
+        path or [],
+        option or [],
+        prompts,
+        prompt,
+        weights,
+        pairs,
+        out,
+        force,
+        resume,
+        batch,
+    )
+    raise typer.Exit(score_videos(_console(), request))
+
+
 if __name__ == "__main__":
     main()

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sagecli import checkpoint, preflight
 from sagecli.config_reward import RewardSource
-from sagecli.display import TrainDisplay, note, summary_table
+from sagecli.display import TrainDisplay, note, progress, show_warnings, summary_table
 from sagecli.engine.update import trainable
 from sagecli.errors import RunStopped, UserError
 from sagecli.interrupt import Interrupted, stop_request
@@ -75,6 +74,7 @@ def _train(console: Console, training: Training) -> None:
             raise
         raise SystemExit(error.exit_code) from None
     console.print(summary_table(summary))
+    show_warnings(console, training.score.warnings)
     console.print(
         f"before and after: {folder / 'before-after.png'}\nweights: {folder / 'checkpoints' / 'latest'}", soft_wrap=True
     )
@@ -112,8 +112,8 @@ def make_rollouts(console: Console, request: Request, output: RolloutOutput) -> 
     failures = []
     rollouts.rewind(count)
     done = set(rollouts.done())
-    with stop_request() as stop, _progress(console) as progress:
-        task = progress.add_task("videos", total=len(groups) * count)
+    with stop_request() as stop, progress(console) as bar:
+        task = bar.add_task("videos", total=len(groups) * count)
         for place, group in enumerate(groups):
             if place not in done:
                 try:
@@ -124,10 +124,11 @@ def make_rollouts(console: Console, request: Request, output: RolloutOutput) -> 
                         soft_wrap=True,
                     )
                     return error.exit_code
-            progress.advance(task, len(group.seeds))
+            bar.advance(task, len(group.seeds))
     console.print(
         f"{len(rollouts.done())} videos, manifest.jsonl and a contact sheet a prompt are in {out}", soft_wrap=True
     )
+    show_warnings(console, score.warnings if score else {})
     for failure in failures:
         console.print(f"not scored: {failure}", style="red", soft_wrap=True)
     return 1 if failures else 0
@@ -147,8 +148,3 @@ def _output_folder(config: "Config", output: RolloutOutput) -> Path:
         raise UserError(f"{out} was made with other settings (see its rollout.toml); resume with the same ones")
     write_text(out / "rollout.toml", settings)
     return out
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -167,3 +168,16 @@ def summary_table(summary: dict[str, Any]) -> Table:
 def note(text: str) -> Text:
     """A line of small print."""
     return Text(text, style="dim")
+
+
+def progress(console: Console) -> Progress:
+    """A bar with how many are done and the time left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def show_warnings(console: Console, warnings: dict[str, set[str]]) -> None:
+    """What rewards warned of, each once with how many prompts it concerns."""
+    for sentence, prompts in warnings.items():
+        count = f"{len(prompts)} prompt{'s' if len(prompts) > 1 else ''}"
+        console.print(f"warning: {sentence} ({count})", style="yellow", soft_wrap=True)

@@ -25,7 +25,7 @@ def load_config(preset: str, overrides: Sequence[str] = ()) -> Config:
     data, source = _preset_data(preset)
     merged, changed = data, []
     for text in overrides:
-        key, value = _parse_override(text)
+        key, value = parse_override(text)
         merged = _with_change(merged, key, value)
         changed.append(key)
     merged = _with_absolute_prompts(merged, Path.cwd())
@@ -84,17 +84,18 @@ def _with_absolute_prompts(data: dict[str, Any], folder: Path) -> dict[str, Any]
     return absolute
 
 
-def _parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+def parse_override(text: str, option: str = "--set") -> tuple[tuple[str, ...], Any]:
     """The key and the value of "a.b=value"; a bare word, which is no TOML value, is a string."""
     key, equals, value = (part.strip() for part in text.partition("="))
     parts = tuple(key.split("."))
     if not equals or not value or not all(parts):
-        raise UserError(f"--set {text!r}: not of the form key=value, such as sampler.eta=0.3 or about='\"text\"'")
+        example = "sampler.eta=0.3 or about='\"text\"'" if option == "--set" else "clip.frames=4"
+        raise UserError(f"{option} {text!r}: not of the form key=value, such as {example}")
     try:
         table = tomli.loads(f"value = {value}")
     except tomli.TOMLDecodeError as error:
         if value[0] in "[{\"'":
-            raise UserError(f"--set {key}: {value} is not a TOML value ({error.msg})") from None
+            raise UserError(f"{option} {key}: {value} is not a TOML value ({error.msg})") from None
         return parts, value
     return parts, (table["value"] if len(table) == 1 else value)
 

@@ -91,17 +91,22 @@ class Scorer:
         self.offload = frozenset(offload)
         self.warnings: dict[str, set[str]] = {}
         """What the rewards warned of -> the prompts of those videos."""
+        self.reports: list[str] = []
+        """A line on what was loaded, of each reward that loads something."""
 
     @classmethod
     def loaded(cls, sources: Sequence[RewardSource], fps: float, timeout: float) -> "Scorer":
         """With the rewards of a configuration, loaded and on their device."""
         rewards = make_rewards(sources)
         offload = [source.name for source in sources if source.offload]
+        reports = []
         for name, reward in rewards.items():
-            reward.load()
+            reports.append(reward.load())
             if reward.module is not None and name not in offload:
                 reward.module.to(preflight.device())
-        return cls(rewards, fps, timeout, offload)
+        scorer = cls(rewards, fps, timeout, offload)
+        scorer.reports = [report for report in reports if report]
+        return scorer
 
     def __call__(self, videos: Tensor, prompts: list[str]) -> Scored:
         """Scores of decoded videos [B, F, 3, H, W] at the scorer's fps."""

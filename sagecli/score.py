@@ -1,0 +1,187 @@
+"""`sage score`: rewards of video files."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from statistics import fmean, pstdev
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from sagecli.agreement import OVERALL, Pair, agreement, read_pairs
+from sagecli.display import note, progress, show_warnings
+from sagecli.errors import UserError, did_you_mean
+from sagecli.interrupt import Interrupted, stop_request
+from sagecli.scorefile import Row, ScoreFile, flat
+from sagecli.scorerequest import ScoreRequest, chosen_rewards
+from sagecli.scoring import Clips, Scorer, make_rewards
+from sagecli.videofiles import UnreadableVideoError, VideoInfo, find_videos, probe, read_frames
+from sagecli.videoprompts import Job, find_prompts, require_prompts
+
+PAPER_AXES = ("VQ", "MQ", "TA")
+"""Whose plain sum is the paper's "Overall"."""
+
+
+def score_videos(console: Console, request: ScoreRequest) -> int:
+    """Score them and show what came out; returns the exit code. All that is wrong in the request is said first."""
+    sources, weights, timeout = chosen_rewards(request)
+    rewards = make_rewards(sources)
+    axes = [axis for reward in rewards.values() for axis in reward.axes]
+    for axis in weights:
+        if axis not in axes:
+            known = ", ".join(axes)
+            raise UserError(
+                f"--weights: no reward here has the axis {axis!r}; there are {known}{did_you_mean(axis, axes)}"
+            )
+    pairs = _pairs(request, axes)
+    jobs = _jobs(request, pairs)
+    if needing := [name for name, reward in rewards.items() if reward.needs_prompt]:
+        require_prompts(jobs, needing)
+    output = ScoreFile(request.out, request.force, request.resume)
+    output.check(axes)
+    scorer = Scorer.loaded(sources, 0.0, timeout)
+    for report in scorer.reports:
+        console.print(note(report), soft_wrap=True)
+    output.start()
+    work = _Work(scorer, output, weights, request.batch)
+    stopped = _run(console, work, output.missing(jobs))
+    if output.rows:
+        console.print(_table(output.rows))
+    if pairs and not stopped:
+        console.print(_agreement_table(pairs, output.rows))
+    show_warnings(console, scorer.warnings)
+    for job, reason in work.failures.items():
+        console.print(f"not scored: {job.video}: {reason}", style="red", soft_wrap=True)
+    failed = f"; {len(work.failures)} could not be scored" if work.failures else ""
+    where = f", in {output.path}" if output.path else ""
+    console.print(f"{len(output.rows)} of {len(jobs)} videos scored{where}{failed}", soft_wrap=True)
+    if stopped:
+        console.print("stopped" + ("; add --resume to score the rest" if output.path else ""))
+    return stopped or (1 if work.failures else 0)
+
+
+def _pairs(request: ScoreRequest, axes: Sequence[str]) -> list[Pair]:
+    if request.pairs is None:
+        return []
+    if request.sources or request.prompts or request.prompt:
+        raise UserError("--pairs names its own videos and prompts; leave out PATH, --prompts and --prompt")
+    return read_pairs(request.pairs, list(dict.fromkeys([*axes, OVERALL])) if _overall_axes(axes) else axes)
+
+
+def _overall_axes(axes: Sequence[str]) -> Sequence[str]:
+    """Whose sum is the "Overall": the paper's three, or the only one; none otherwise."""
+    if set(PAPER_AXES) <= set(axes):
+        return PAPER_AXES
+    return axes if len(axes) == 1 else ()
+
+
+def _jobs(request: ScoreRequest, pairs: Sequence[Pair]) -> list[Job]:
+    if pairs:
+        return list(dict.fromkeys(job for pair in pairs for job in (pair.first, pair.second)))
+    if not request.sources:
+        raise UserError("name the videos: files, folders, patterns or a rollout's manifest.jsonl")
+    return find_prompts(find_videos(request.sources), request.prompts, request.prompt)
+
+
+def _run(console: Console, work: "_Work", jobs: Sequence[Job]) -> int:
+    """Score every job, with a bar; returns the exit code of a signal, or 0."""
+    with stop_request() as stop, progress(console) as bar:
+        task = bar.add_task("videos", total=len(jobs))
+        try:
+            work.run(jobs, lambda count: bar.advance(task, count), stop.check)
+        except Interrupted as error:
+            return error.exit_code
+    return 0
+
+
+class _Work:
+    """Videos being scored, in batches of files alike."""
+
+    def __init__(self, scorer: Scorer, output: ScoreFile, weights: dict[str, float], batch: int) -> None:
+        self.scorer = scorer
+        self.output = output
+        self.weights = weights
+        self.batch = batch
+        self.failures: dict[Job, str] = {}
+
+    def run(self, jobs: Sequence[Job], advance: Callable[[int], None], tick: Callable[[], None]) -> None:
+        """Score the jobs and write their rows; those that fail are kept in `failures`."""
+        for start in range(0, len(jobs), self.batch):
+            tick()
+            part = [(job, info) for job in jobs[start : start + self.batch] if (info := self._probed(job))]
+            for info, alike in groupby(part, key=lambda pair: pair[1]):
+                tick()
+                self.output.add(self._rows([job for job, _ in alike], info))
+            advance(len(jobs[start : start + self.batch]))
+
+    def _probed(self, job: Job) -> VideoInfo | None:
+        try:
+            return probe(job.video)
+        except UnreadableVideoError as error:
+            self.failures[job] = str(error)
+            return None
+
+    def _rows(self, jobs: list[Job], info: VideoInfo) -> Iterator[Row]:
+        numbers = sorted(
+            {number for reward in self.scorer.rewards.values() for number in reward.frames(info.num_frames, info.fps)}
+        )
+        videos = torch.stack([read_frames(job.video, numbers) for job in jobs])
+        place = {number: index for index, number in enumerate(numbers)}
+
+        def take(frames: Sequence[int]) -> Tensor:
+            return videos[:, [place[frame] for frame in frames]].float() / 255
+
+        scored = self.scorer.score(Clips(info.num_frames, info.fps, take), [job.prompt for job in jobs])
+        for index, job in enumerate(jobs):
+            if index in scored.failures:
+                self.failures[job] = scored.failures[index]
+                continue
+            scores = {axis: float(values[index]) for axis, values in scored.axes.items()}
+            row = {"video": str(job.video), "prompt": job.prompt} | vars(info) | {"scores": scores}
+            row["monitors"] = {name: float(values[index]) for name, values in scored.monitors.items()}
+            if set(PAPER_AXES) <= set(scores):
+                row["overall"] = sum(scores[axis] for axis in PAPER_AXES)
+            if self.weights:
+                row["reward"] = sum(weight * scores[axis] for axis, weight in self.weights.items())
+            yield flat(row | scored.details[index])
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """Mean and standard deviation over the videos, by axis."""
+    table = Table(title=f"{len(rows)} videos", title_justify="left")
+    for column in ("", "mean", "standard deviation"):
+        table.add_column(column, justify="right" if column else "left")
+    for key in rows[0]:
+        kind, _, name = key.partition(".")
+        if kind in ("scores", "monitors", "overall", "reward") and all(key in row for row in rows):
+            values = [row[key] for row in rows]
+            style = "dim" if kind == "monitors" else "bold" if not name else ""
+            label = name or {"overall": "Overall (VQ + MQ + TA)", "reward": "weighted reward"}[kind]
+            table.add_row(label, f"{fmean(values):.4f}", f"{pstdev(values):.4f}", style=style)
+    return table
+
+
+def _agreement_table(pairs: Sequence[Pair], rows: Sequence[Row]) -> Table:
+    """Agreement with people over the pairs of which both videos were scored."""
+    of_job = {(row["video"], row["prompt"]): row for row in rows}
+    scored: list[tuple[Pair, Row, Row]] = []
+    for pair in pairs:
+        first, second = (of_job.get((str(job.video), job.prompt)) for job in (pair.first, pair.second))
+        if first is not None and second is not None:
+            scored.append((pair, first, second))
+    table = Table(title=f"agreement with people over {len(scored)} of {len(pairs)} pairs", title_justify="left")
+    for column in ("", "without ties", "pairs preferred", "with ties", "a tie is |d| up to"):
+        table.add_column(column, justify="right" if column else "left")
+    for name in pairs[0].preferences if scored else ():
+        human = [pair.preferences[name] for pair, _, _ in scored]
+        result = agreement(human, [_score(first, name) - _score(second, name) for _, first, second in scored])
+        without = "-" if result.without_ties is None else f"{result.without_ties:.4f}"
+        table.add_row(name, without, str(result.preferred), f"{result.with_ties:.4f}", f"{result.eps:.4g}")
+    return table
+
+
+def _score(row: Row, dimension: str) -> float:
+    axes = [key.removeprefix("scores.") for key in row if key.startswith("scores.")]
+    chosen = [dimension] if dimension in axes else _overall_axes(axes)
+    return float(sum(row[f"scores.{axis}"] for axis in chosen))

@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+from video_files import moving, save, save_sound, turn
+
+from sagecli.errors import UserError
+from sagecli.videofiles import UnreadableVideoError, VideoInfo, find_videos, probe, read_frames
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "pix_fmt"),
+    [
+        ("a.mp4", "libx264", "yuv420p"),
+        ("a.mkv", "libx265", "yuv420p10le"),
+        ("a.webm", "libvpx-vp9", "yuv420p"),
+        ("a.mov", "prores_ks", "yuv422p10le"),
+        ("a.avi", "mpeg4", "yuv420p"),
+        ("a.gif", "gif", "rgb8"),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 9])
+def test_every_container_gives_the_frames_asked_for(tmp_path, name, codec, pix_fmt, count):
+    frames = moving(count)
+    path = save(tmp_path / name, frames, codec, pix_fmt, sound=name == "a.mp4")
+    info = probe(path)
+    assert (info.num_frames, info.height, info.width) == (count, 48, 64)
+    if count > 1:
+        assert info.fps == pytest.approx(8, rel=1e-3)
+    wanted = [count - 1, 0, count // 2, 0]
+    read = read_frames(path, wanted).permute(0, 2, 3, 1).numpy()
+    for number, pixels in zip(wanted, read, strict=True):
+        nearest = np.abs(frames.astype(float) - pixels).mean((1, 2, 3))
+        assert int(nearest.argmin()) == number
+        assert nearest.min() < (20 if name == "a.gif" else 6)
+
+
+def test_lossless_frames_are_exact_at_odd_sizes(tmp_path):
+    frames = moving(4, 33, 47)
+    path = save(tmp_path / "odd.mkv", frames, "ffv1", "bgr0")
+    assert probe(path) == VideoInfo(4, 8.0, 33, 47)
+    assert np.array_equal(read_frames(path, [0, 3]).permute(0, 2, 3, 1).numpy(), frames[[0, 3]])
+
+
+def test_a_variable_rate_counts_frames_and_measures_their_rate(tmp_path):
+    path = save(tmp_path / "v.mkv", moving(5), "ffv1", "bgr0", times=[0, 10, 500, 600, 2000])
+    info = probe(path)
+    assert info.num_frames == 5
+    assert info.fps == pytest.approx(4 / 2.0, rel=1e-3)
+
+
+def test_a_turned_video_is_read_as_it_is_shown(tmp_path):
+    frames = moving(3)
+    path = save(tmp_path / "t.mp4", frames)
+    plain = read_frames(path, [0, 1, 2])
+    turn(path)
+    assert probe(path) == VideoInfo(3, 8.0, 64, 48)
+    shown = read_frames(path, [0, 1, 2])
+    # a quarter clockwise: the left column becomes the top row
+    assert np.array_equal(shown.numpy(), np.rot90(plain.numpy(), -1, axes=(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:700]), "it is no video, or is cut short"),
+        (lambda path: path.write_bytes(b""), "the file is empty"),
+        (lambda path: path.write_text("no video at all\n" * 200), "it is no video, or is cut short"),
+        (lambda path: path.unlink(), "there is no such file"),
+        (save_sound, "it has no video stream, only sound"),
+    ],
+)
+def test_what_cannot_be_decoded_says_why(tmp_path, spoil, reason):
+    path = save(tmp_path / "a.mp4", moving(9))
+    spoil(path)
+    with pytest.raises(UnreadableVideoError, match=reason):
+        probe(path)
+
+
+def test_a_file_cut_within_its_frames_is_not_taken_for_a_shorter_one(tmp_path):
+    path = save(tmp_path / "a.avi", moving(30), "mpeg4")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UnreadableVideoError, match="cut short|breaks off"):
+        probe(path)
+
+
+def test_paths_name_videos_once_and_in_order(tmp_path):
+    (tmp_path / "inner").mkdir()
+    names = ["b.mp4", "a.MP4", "inner/c.webm", ".a.partial.mp4", "notes.txt"]
+    for name in names:
+        (tmp_path / name).touch()
+    found = find_videos([str(tmp_path)])
+    assert [path.relative_to(tmp_path).as_posix() for path in found] == ["a.MP4", "b.mp4", "inner/c.webm"]
+    assert find_videos([str(tmp_path / "b.mp4"), str(tmp_path)])[0] == tmp_path / "b.mp4"
+    assert find_videos([f"{tmp_path}/**/*.webm"]) == [tmp_path / "inner/c.webm"]
+    (tmp_path / "manifest.jsonl").write_text('{"file": "b.mp4", "prompt": "x"}\n')
+    assert find_videos([str(tmp_path / "manifest.jsonl")]) == [tmp_path / "b.mp4"]
+
+
+def test_paths_that_name_none_are_refused(tmp_path):
+    with pytest.raises(UserError, match="no such file or folder, and no file matches it"):
+        find_videos([str(tmp_path / "nothing*.mp4")])
+    with pytest.raises(UserError, match=r"no video in it; videos end in \.mp4"):
+        find_videos([str(tmp_path)])
