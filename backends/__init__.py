@@ -24,8 +24,13 @@ class Backbone(Protocol):
     module: nn.Module
     """What is trained, sharded and saved; its parameters that require a gradient are the policy."""
 
-    def check_size(self, size: VideoSize) -> None:
-        """Raise ValueError, in one sentence, for a size the model cannot make."""
+    @classmethod
+    def weight_bytes(cls, path: str) -> int:
+        """Size of the weights to train, from their files alone; UserError, in one sentence, for what is missing."""
+
+    @classmethod
+    def check_size(cls, path: str, size: VideoSize) -> None:
+        """UserError, in one sentence, for a size that the model at `path` cannot make; nothing is loaded."""
 
     def encode(self, prompts: list[str]) -> dict[str, Any]:
         """Conditioning of every prompt; each is encoded once and kept, so later calls are free."""

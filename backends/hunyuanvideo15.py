@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextModel, Qwen2Tokenizer, T5EncoderModel
 from transformers.utils.logging import disable_progress_bar
 
-from sagecli.backends import VideoSize
+from sagecli.backends import VideoSize, weights
 from sagecli.backends.attention import Attention, JointAttention
 from sagecli.backends.trained import choose_trained
-from sagecli.backends.weights import check_ratios, load, locate
+from sagecli.backends.weights import load, locate
 from sagecli.engine.noise import gaussian
 from sagecli.errors import UserError
 
@@ -86,9 +86,15 @@ class HunyuanVideo15:
         self._text: Any = None  # the stock pipeline's text half, while it is loaded
         self._encoded: dict[str, Conditioning] = {}
 
-    def check_size(self, size: VideoSize) -> None:
-        """Raise UserError, naming the nearest sizes, for one that the VAE's ratios do not divide."""
-        check_ratios(size, self._vae.spatial_compression_ratio, self._vae.temporal_compression_ratio)
+    @classmethod
+    def weight_bytes(cls, path: str) -> int:
+        """Size of the transformer's weight files; UserError for what is missing of the model."""
+        return weights.transformer_bytes(path)
+
+    @classmethod
+    def check_size(cls, path: str, size: VideoSize) -> None:
+        """UserError, naming the nearest sizes, for one that the ratios of the model's VAE do not divide."""
+        weights.check_size(path, size)
 
     @torch.no_grad()
     def encode(self, prompts: list[str]) -> dict[str, Conditioning]:
@@ -131,8 +137,8 @@ class HunyuanVideo15:
 
     def initial_latents(self, seeds: list[int], size: VideoSize) -> Tensor:
         """Standard normal latents [B, C, F', H', W'] float32 on the device, one per seed (noise stream 0)."""
-        self.check_size(size)
         space, time = self._vae.spatial_compression_ratio, self._vae.temporal_compression_ratio
+        weights.check_ratios(size, space, time)
         frames = (size.frames - 1) // time + 1
         shape = (self._vae.config.latent_channels, frames, size.height // space, size.width // space)
         return torch.stack([gaussian(seed, 0, shape) for seed in seeds]).to(self._device)

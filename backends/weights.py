@@ -35,15 +35,6 @@ def locate(path: str, pipeline: str = PIPELINE) -> Path:
     return folder
 
 
-def missing_weights(path: str, pipeline: str = PIPELINE) -> str | None:
-    """What is missing before path can be loaded, and how to get it, in one sentence; None when all is there."""
-    try:
-        locate(path, pipeline)
-    except UserError as error:
-        return str(error)
-    return None
-
-
 def transformer_bytes(path: str, pipeline: str = PIPELINE) -> int:
     """Size in bytes of the transformer's weight files; raises UserError as locate does."""
     return sum(file.stat().st_size for file in _weight_files(locate(path, pipeline) / "transformer"))

@@ -87,6 +87,11 @@ def find(path: Path) -> Path:
     raise UserError(f"{path} holds no checkpoint; it takes a run folder, or a folder of its checkpoints/")
 
 
+def fingerprint(folder: Path) -> str:
+    """Changes with any byte of the checkpoint."""
+    return _sha256(folder / "manifest.json")
+
+
 def check(folder: Path) -> None:
     """UserError where a file of the checkpoint is missing, cut short or changed."""
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -104,7 +109,7 @@ def restore(learner: Learner, folder: Path) -> None:
     load_weights(learner.parameters, folder)
     for policy, tensors in learner.trust_region.policies.items():
         _fill(dict(zip(learner.parameters, tensors, strict=True)), folder / "policies.safetensors", f"{policy}/")
-    states = torch.load(folder / "optimizer.pt", weights_only=True)
+    states = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     for optimizer, state in zip(learner.optimizers, states, strict=True):
         optimizer.load_state_dict(state)
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))

@@ -1,11 +1,14 @@
 """The work of `sage train` and `sage rollout` between the command line and the engine."""
 
+import hashlib
+import json
 import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tomli_w
 from rich.console import Console
 
 from sagecli import checkpoint, preflight
@@ -15,7 +18,7 @@ from sagecli.engine.update import trainable
 from sagecli.errors import RunStopped, UserError
 from sagecli.interrupt import Interrupted, stop_request
 from sagecli.loading import dump_config, load_config
-from sagecli.prompts import read_prompts
+from sagecli.prompts import Prompt, read_prompts
 from sagecli.rundir import RunDir, fresh_folder, write_text
 from sagecli.sampling import Request, Rollouts, prompt_group, rollout_config
 from sagecli.scoring import Scorer, make_rewards, missing_rewards
@@ -23,6 +26,9 @@ from sagecli.training import Training, build_backbone
 
 if TYPE_CHECKING:
     from sagecli.config import Config
+
+
+SETTINGS = "rollout.toml"
 
 
 def stamp() -> str:
@@ -65,11 +71,7 @@ def _train(console: Console, training: Training) -> None:
     try:
         summary = training.finish()
     except (Interrupted, RunStopped) as error:
-        console.print(
-            f"stopped after round {training.learner.round}; everything is saved. Go on with:\n"
-            f"  sage train --resume {shlex.quote(str(folder))}",
-            soft_wrap=True,
-        )
+        console.print(_stopped(training, isinstance(error, RunStopped)), soft_wrap=True)
         if isinstance(error, RunStopped):
             raise
         raise SystemExit(error.exit_code) from None
@@ -79,6 +81,17 @@ def _train(console: Console, training: Training) -> None:
         f"before and after: {folder / 'before-after.png'}\nweights: {folder / 'checkpoints' / 'latest'}", soft_wrap=True
     )
     console.print(note(f"videos of the trained model: sage rollout --adapter {folder} --prompts FILE"), soft_wrap=True)
+
+
+def _stopped(training: Training, by_itself: bool) -> str:
+    """What is saved, and how to go on."""
+    folder = training.run.path
+    saved = checkpoint.find(folder).name if (training.run.checkpoints / checkpoint.LATEST).exists() else "the start"
+    change = f" when {folder / 'config.toml'} has what keeps it from stopping there again" if by_itself else ""
+    return (
+        f"stopped after round {training.learner.round}; saved up to {saved}. Go on{change} with:\n"
+        f"  sage train --resume {shlex.quote(str(folder))}"
+    )
 
 
 @dataclass(frozen=True)
@@ -101,10 +114,11 @@ def make_rollouts(console: Console, request: Request, output: RolloutOutput) -> 
     preflight.require(preflight.missing_for_model(config), f"rollouts of {config.model.path!r}")
     rewards = [RewardSource(name=name) for name in dict.fromkeys(output.rewards)]
     make_rewards(rewards)
-    out = _output_folder(config, output)
+    adapter = checkpoint.find(request.adapter) if request.adapter is not None else None
+    out = _output_folder(_settings(config, prompts, adapter, output), output)
     backbone = build_backbone(config.model, [prompt.text for prompt in prompts])
-    if request.adapter is not None:
-        checkpoint.load_weights(trainable(backbone.module), checkpoint.find(request.adapter))
+    if adapter is not None:
+        checkpoint.load_weights(trainable(backbone.module), adapter)
     score = Scorer.loaded(rewards, config.video.fps, config.reward.timeout) if rewards else None
     rollouts = Rollouts(config, backbone, score, out)
     count = output.videos_per_prompt
@@ -134,17 +148,29 @@ def make_rollouts(console: Console, request: Request, output: RolloutOutput) -> 
     return 1 if failures else 0
 
 
-def _output_folder(config: "Config", output: RolloutOutput) -> Path:
+def _settings(config: "Config", prompts: list[Prompt], adapter: Path | None, output: RolloutOutput) -> str:
+    """All that makes the videos what they are, as TOML: a folder is completed with the same alone."""
+    texts = json.dumps([(prompt.text, prompt.seed) for prompt in prompts])
+    rollout = {
+        "seed": output.seed,
+        "videos_per_prompt": output.videos_per_prompt,
+        "rewards": output.rewards,
+        "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(),
+        "adapter_sha256": checkpoint.fingerprint(adapter) if adapter is not None else "",
+    }
+    return dump_config(config) + "\n" + tomli_w.dumps({"rollout": rollout})
+
+
+def _output_folder(settings: str, output: RolloutOutput) -> Path:
     """The folder to fill: new, emptied, or one that was made with the same settings."""
     out = output.out or Path("rollouts") / stamp()
-    settings = (
-        dump_config(config) + f"\n[rollout]\nseed = {output.seed}\nvideos_per_prompt = {output.videos_per_prompt}\n"
-    )
     if not output.resume:
-        fresh_folder(out, output.force, "rollouts", "--resume to complete it, or --force to replace it")
-    elif not (out / "rollout.toml").is_file():
-        raise UserError(f"{out} holds no rollouts to resume: it has no rollout.toml; leave out --resume")
-    elif (out / "rollout.toml").read_text(encoding="utf-8") != settings:
-        raise UserError(f"{out} was made with other settings (see its rollout.toml); resume with the same ones")
-    write_text(out / "rollout.toml", settings)
+        fresh_folder(out, output.force, "rollouts", "--resume to complete it, or --force to replace it", SETTINGS)
+    elif not (out / SETTINGS).is_file():
+        raise UserError(f"{out} holds no rollouts to resume: it has no {SETTINGS}; leave out --resume")
+    elif (out / SETTINGS).read_text(encoding="utf-8") != settings:
+        raise UserError(
+            f"{out} was made with other settings, prompts or weights (see its {SETTINGS}); resume with the same ones"
+        )
+    write_text(out / SETTINGS, settings)
     return out

@@ -65,9 +65,9 @@ class RewardConfig(Section):
         if twice := sorted({axis for axis in axes if axes.count(axis) > 1}):
             raise ValueError(f"models give a weight to {twice[0]!r} twice; every axis may have one")
         if self.combine == "taros":
-            for component in self.taros.components:
-                if component.axis not in axes:
-                    raise ValueError(f"taros.components names the axis {component.axis!r}; models weigh {axes}")
+            named = [component.axis for component in self.taros.components]
+            if sorted(named) != sorted(axes):
+                raise ValueError(f"taros.components must name each weighed axis once: {axes}; it names {named}")
             if any(weight != 1 for model in self.models for weight in model.weights.values()):
                 raise ValueError("models must weigh every axis 1.0 with combine = 'taros', which draws its own weights")
         return self

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sagecli.backends import weights
+from sagecli import registry
+from sagecli.backends import Backbone
 from sagecli.engine.rollout import video_size
 from sagecli.errors import UserError
 
@@ -25,12 +26,15 @@ def device() -> torch.device:
 
 def missing_for_model(config: "Config") -> list[str]:
     """What the model lacks: its weights, a GPU. UserError for a video size that it cannot make."""
-    path = config.model.path
-    problem = weights.missing_weights(path)
-    if problem is None:
-        weights.check_size(path, video_size(config))
-    lacks = [] if problem is None else [problem]
-    if not torch.cuda.is_available() and (problem or weights.transformer_bytes(path) > NEEDS_GPU_BYTES):
+    backbone: type[Backbone] = registry.load("backends", config.model.backbone)
+    lacks = []
+    try:
+        size = backbone.weight_bytes(config.model.path)
+    except UserError as error:
+        lacks.append(str(error))
+    else:
+        backbone.check_size(config.model.path, video_size(config))
+    if not torch.cuda.is_available() and (lacks or size > NEEDS_GPU_BYTES):
         lacks.append("no GPU was found: a model of this size needs a CUDA device (80 GB for HunyuanVideo-1.5)")
     return lacks
 

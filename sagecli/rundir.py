@@ -57,13 +57,18 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def fresh_folder(path: Path, force: bool, what: str, remedy: str) -> Path:
-    """Make a folder for new output; one that holds something is refused with the remedy, or emptied with force."""
+def fresh_folder(path: Path, force: bool, what: str, remedy: str, marker: str) -> Path:
+    """Make a folder for new output; one that holds something is refused with the remedy, or emptied with force.
+
+    marker: the file by which a folder of such output is known; force empties no other.
+    """
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; {what} needs a folder")
     if path.exists() and any(path.iterdir()):
         if not force:
             raise UserError(f"{path} is not empty; choose another folder for {what}, {remedy}")
+        if not (path / marker).is_file():
+            raise UserError(f"{path} holds something else than {what} (it has no {marker}); --force does not empty it")
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -4,6 +4,7 @@ A batch that raises is retried one by one, so that only the guilty videos fail (
 """
 
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,13 @@ class Clips:
     """Frame numbers -> [B, n, 3, H, W] in [0, 1]."""
 
 
+RESERVED = re.compile(
+    r"round|update|reward(_spread)?|failed|dropped_groups|exploration|skipped|lambda_kl|policy_loss|ratio(_error)?|clipped"
+    r"|kl(_.*)?|gradient_norm.*|.*_seconds|.*[.].*"
+)
+"""Names that a run's metrics have already, and names with a dot, which score files could not take apart."""
+
+
 def make_reward(source: RewardSource) -> Reward:
     """The reward of a configuration's table, not loaded; UserError for options it does not take and missing weights."""
     options = dict(source.options)
@@ -54,6 +62,10 @@ def make_rewards(sources: Iterable[RewardSource]) -> dict[str, Reward]:
     owner: dict[str, str] = {}
     for name, reward in rewards.items():
         for score in (*reward.axes, *reward.monitors):
+            if RESERVED.fullmatch(score):
+                raise UserError(
+                    f"the reward {name!r} gives {score!r}, a name that metrics have already; rename it there"
+                )
             if score in owner:
                 raise UserError(f"the rewards {owner[score]!r} and {name!r} both give {score!r}; use one at a time")
             owner[score] = name

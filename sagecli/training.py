@@ -46,6 +46,14 @@ def build_backbone(model: "ModelConfig", prompts: list[str]) -> Backbone:
     return backbone
 
 
+def _texts(source: str) -> list[str]:
+    """The prompts of a file; UserError where they bring seeds, which a run would ignore."""
+    prompts = read_prompts(source)
+    if any(prompt.seed is not None for prompt in prompts):
+        raise UserError(f"{source}: its prompts have seeds of their own; a run takes train.seed and eval.seeds instead")
+    return [prompt.text for prompt in prompts]
+
+
 class Training:
     """A run in progress: the learner and everything around it."""
 
@@ -53,12 +61,11 @@ class Training:
         self.config = config
         self.run = run
         self.watcher = watcher
-        self.prompts = [prompt.text for prompt in read_prompts(config.train.prompts)]
-        self.heldout = [prompt.text for prompt in read_prompts(config.eval.prompts)]
+        self.prompts, self.heldout = _texts(config.train.prompts), _texts(config.eval.prompts)
         check_weights(config.reward, make_rewards(config.reward.models))
         if config.model.train == "frozen":
             raise UserError("model.train = 'frozen' trains nothing; it takes 'lora' or 'full' here")
-        if not round_sampling(config, 0).table.trained_steps:
+        if not any(round_sampling(config, round).table.trained_steps for round in range(config.train.rounds)):
             raise UserError(
                 f"sampler.sde = {config.sampler.sde!r} with these sde_steps and last_step leaves no SDE step to train"
             )

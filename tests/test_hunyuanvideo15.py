@@ -16,7 +16,7 @@ from transformers import Qwen2_5_VLTextModel, T5EncoderModel
 
 from sagecli.backends import VideoSize
 from sagecli.backends.hunyuanvideo15 import HunyuanVideo15
-from sagecli.backends.weights import locate, missing_weights, transformer_bytes
+from sagecli.backends.weights import locate, transformer_bytes
 from sagecli.config import LoraConfig, ModelConfig
 from sagecli.engine.noise import gaussian
 from sagecli.engine.schedule import sigma_schedule
@@ -251,11 +251,14 @@ def test_initial_latents_depend_on_the_seed_alone(full: HunyuanVideo15) -> None:
         (VideoSize(16, 24, 0), "video.frames = 0 is not a multiple of 2 plus 1, .*nearest: 1"),
     ],
 )
-def test_a_size_that_the_model_cannot_make_is_refused(full: HunyuanVideo15, size: VideoSize, words: str) -> None:
-    for ask in (lambda: full.check_size(size), lambda: full.initial_latents([0], size)):
+def test_a_size_that_the_model_cannot_make_is_refused(
+    full: HunyuanVideo15, random_pipeline: Path, size: VideoSize, words: str
+) -> None:
+    path = str(random_pipeline)
+    for ask in (lambda: full.check_size(path, size), lambda: full.initial_latents([0], size)):
         with pytest.raises(UserError, match=words):
             ask()
-    full.check_size(VideoSize(4, 8, 1))
+    full.check_size(path, VideoSize(4, 8, 1))
 
 
 def test_a_prompt_is_encoded_once(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,6 +370,15 @@ def break_kind(folder: Path) -> None:
 def break_weights(folder: Path) -> None:
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
+
+
+def missing_weights(path: str) -> str | None:
+    """What locate complains of."""
+    try:
+        locate(path)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(

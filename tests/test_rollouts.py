@@ -1,11 +1,16 @@
 """`sage rollout` on the embedded model."""
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import imageio.v3 as iio
 import pytest
+import tomli_w
+
+from sagecli.loading import preset_text
+from sagecli.sampling import Request, rollout_config
 
 PROMPTS = "# two captions\r\na small red circle moving left fast\r\n\r\na large blue square moving up slowly\r\n"
 FEW_STEPS = ("--set", "sampler.steps=3")
@@ -99,6 +104,43 @@ def test_adapter_of_a_run(sage, prompts, tmp_path, train):
         assert result.code == 0, result.err
     first, second = (iio.imread(tmp_path / name / "0000-00.mp4", plugin="pyav") for name in outs)
     assert (first != second).any()
+
+
+def test_force_empties_rollouts_and_nothing_else(made, sage, prompts, tmp_path):
+    options = ("--prompts", prompts, "--model", "tiny", "--videos-per-prompt", "1", *FEW_STEPS)
+    (tmp_path / "thesis.txt").write_text("mine")
+    result = sage("rollout", *options, "--out", str(tmp_path), "--force")
+    assert (result.code, (tmp_path / "thesis.txt").read_text()) == (2, "mine")
+    assert "holds something else than rollouts (it has no rollout.toml)" in result.err
+    out = tmp_path / "out"
+    assert sage("rollout", *options, "--out", str(out)).code == 0
+    (out / "stale.mp4").touch()
+    assert sage("rollout", *options, "--out", str(out), "--force").code == 0
+    assert not (out / "stale.mp4").exists()
+
+
+def test_resuming_with_other_prompts_or_rewards_is_refused(sage, prompts, tmp_path):
+    options = ("--model", "tiny", "--videos-per-prompt", "1", "--out", str(tmp_path / "out"), *FEW_STEPS)
+    assert sage("rollout", "--prompts", prompts, *options).code == 0
+    other = tmp_path / "other.txt"
+    other.write_text("a large white circle moving up fast\na small red circle moving left fast\n")
+    for change in (("--prompts", str(other)), ("--prompts", prompts, "--reward", "shapes")):
+        result = sage("rollout", *change, *options, "--resume")
+        assert result.code == 2
+        assert "made with other settings, prompts or weights" in result.err
+    assert sage("rollout", "--prompts", prompts, *options, "--resume").code == 0
+
+
+def test_an_sde_asked_for_by_name_acts_in_every_step_whatever_was_trained(made, tmp_path):
+    assert all(row["sde_steps"] == [0, 1] for row in manifest(made))  # the last of three steps is an ODE step
+    data = tomllib.loads(preset_text("quickstart"))
+    data["sampler"] |= {"sde": "cps", "log_prob": "cps", "sde_steps": [1]}
+    data["train"]["prompts"] = data["eval"]["prompts"] = "builtin:shapes-train"
+    (tmp_path / "cps.toml").write_text(tomli_w.dumps(data))
+    config = rollout_config(Request(str(tmp_path / "cps.toml"), None, None, "precise", []))
+    assert (config.sampler.sde, config.sampler.log_prob, config.sampler.sde_steps) == ("precise", "gaussian", "all")
+    kept = rollout_config(Request(str(tmp_path / "cps.toml"), None, None, None, []))
+    assert (kept.sampler.sde, kept.sampler.log_prob, kept.sampler.sde_steps) == ("cps", "cps", (1,))
 
 
 def test_refusals(sage, prompts, tmp_path, monkeypatch):

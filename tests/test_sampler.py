@@ -215,3 +215,10 @@ def test_schedule_matches_its_closed_form():
     sigmas: Tensor = sigma_schedule(4, 3.0)
     expected = [1, 3 * 0.75 / 2.5, 3 * 0.5 / 2, 3 * 0.25 / 1.5, 0]
     assert sigmas.tolist() == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("shift", [0.1, 0.2, 0.3, 1.0, 5.0, 9.9])
+def test_the_schedule_begins_at_exactly_one(shift):
+    assert float(sigma_schedule(8, shift)[0]) == 1.0
+    table = build_table(SamplerConfig(sde="flow", shift=shift, steps=8))
+    assert float(table.std[0]) < 10

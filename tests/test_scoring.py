@@ -3,9 +3,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from sagecli.config_reward import RewardConfig
+from sagecli.config_reward import RewardConfig, RewardSource
 from sagecli.errors import RunStopped, UserError
 from sagecli.rewards import Reward, Scores
 from sagecli.scoring import Scorer, check_weights, make_rewards
@@ -69,6 +70,23 @@ def test_a_reward_that_hangs_stops_the_run():
 
     with pytest.raises(RunStopped, match=r"'hanging' did not come back within reward.timeout = 0.2 seconds"):
         Scorer({"hanging": Hanging()}, 8.0, 0.2)(videos(0.2), ["a"])
+
+
+@pytest.mark.parametrize("axes", [["VQ"], ["VQ", "MQ", "TA", "TA"], ["VQ", "MQ", "TA", "XX"]])
+def test_taros_weighs_every_axis_once(axes):
+    models = [{"name": "shapes", "weights": {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}}]
+    components = [{"axis": axis} for axis in axes]
+    with pytest.raises(ValidationError, match=r"taros\.components must name each weighed axis once"):
+        RewardConfig.model_validate({"models": models, "combine": "taros", "taros": {"components": components}})
+
+
+def test_names_of_metrics_are_reserved(monkeypatch):
+    class Greedy(Brightness):
+        axes = ("round",)
+
+    monkeypatch.setattr("sagecli.registry.load", lambda kind, name: Greedy)
+    with pytest.raises(UserError, match="gives 'round', a name that metrics have already"):
+        make_rewards([RewardSource(name="greedy")])
 
 
 def test_rewards_by_name():

@@ -28,6 +28,9 @@ def brightness(videos: Tensor, prompts: list[str]) -> Scored:
     return Scored({"VQ": videos.double().mean((1, 2, 3, 4))}, {}, {})
 
 
+ALL_MAY_FAIL = {"models": [{"name": "shapes", "weights": {"VQ": 1.0}}], "max_failed": 1.0}
+
+
 def make_config(path: Path, **sections: dict[str, Any]) -> Config:
     tables: dict[str, dict[str, Any]] = {
         "model": {"path": str(path), "dtype": "float32", "train": "lora", "lora": {"rank": 2, "alpha": 4.0}},
@@ -70,7 +73,9 @@ def test_ratio_is_exactly_one_on_policy(random_pipeline, train, micro_batch):
 
 @pytest.mark.parametrize("sde", ["precise", "dance", "flow", "cps", "exact"])
 def test_every_sde_trains(random_pipeline, sde):
-    learner, updates = run(make_config(random_pipeline, sampler={"sde": sde, "last_step": "sde"}), rounds=1)
+    learner, updates = run(
+        make_config(random_pipeline, sampler={"sde": sde, "last_step": "sde"}, train={"diagnose_every": 1}), rounds=1
+    )
     assert learner.update == 1
     assert updates[0]["ratio_error"] == 0
     assert updates[0]["gradient_norm_policy"] > 0
@@ -131,6 +136,25 @@ def test_strategies_hold_lora_and_full_to_the_same_policies(random_pipeline, str
         apart = [value > 0 for value in kls.values()]
         assert (metrics["gradient_norm_kl"] > 0) == any(apart)
     assert learner.update == 4
+
+
+def test_the_diagnosis_sees_the_anchor_and_changes_nothing(random_pipeline):
+    def train(diagnose_every: int) -> tuple[Learner, list[dict[str, Any]]]:
+        region = {"strategy": "moving", "anchor_every": 2, "lambda_kl": {"kind": "constant", "value": 5.0}}
+        return run(
+            make_config(random_pipeline, trust_region=region, train={"diagnose_every": diagnose_every}), rounds=4
+        )
+
+    learner, updates = train(2)
+    assert ["gradient_norm_kl" in metrics for metrics in updates] == [False, True, False, True]
+    assert all(updates[place]["gradient_norm_kl"] > 0 for place in (1, 3))
+    for place in (1, 3):  # of two vectors and their sum
+        parts = [updates[place][f"gradient_norm_{name}"] for name in ("policy", "kl")]
+        assert abs(parts[0] - parts[1]) <= updates[place]["gradient_norm"] * 1.0001
+        assert updates[place]["gradient_norm"] <= sum(parts) * 1.0001
+    other, _ = train(0)
+    for parameter, same in zip(learner.parameters.values(), other.parameters.values(), strict=True):
+        assert torch.equal(parameter, same)
 
 
 def test_with_a_lora_the_initial_policy_is_the_adapter_switched_off(random_pipeline):
@@ -244,6 +268,17 @@ def test_a_gradient_that_is_no_number_is_not_applied(random_pipeline, monkeypatc
     for parameter, previous in zip(learner.parameters.values(), learner.trust_region.policies["previous"], strict=True):
         assert parameter.isfinite().all()
         assert torch.equal(parameter, previous) == (bad_update == 1)
+
+
+def test_a_round_that_nothing_could_score_has_null_means(random_pipeline):
+    def broken(videos: Tensor, prompts: list[str]) -> Scored:
+        scores = torch.full((len(videos),), math.inf, dtype=torch.float64)
+        return Scored({"VQ": scores}, {}, dict.fromkeys(range(len(videos)), "VQ is inf"))
+
+    learner, updates = run(make_config(random_pipeline, reward=ALL_MAY_FAIL), rounds=1, score=broken)
+    assert (updates[0]["reward"], updates[0]["VQ"], updates[0]["failed"]) == (None, None, 6)
+    assert updates[0]["skipped"]
+    assert learner.update == 0
 
 
 def test_abandoned_round_leaves_the_policy_as_it_was(random_pipeline):

@@ -70,7 +70,7 @@ def test_a_run_leaves_what_it_promises(whole_run):
     assert [row["round"] for row in metrics] == [0, 1, 2, 3]
     assert metrics[0]["ratio_error"] == 0
     assert all(0 < row[name] < 1 for row in metrics for name in ("VQ", "MQ", "TA", "reward"))
-    assert [("gradient_norm_kl" in row) for row in metrics] == [True, False, True, False]
+    assert [("gradient_norm_kl" in row) for row in metrics] == [False, True, False, True]
     assert [row["round"] for row in lines(whole_run / "evaluations.jsonl")] == [0, 2, 4]
     for round in ("round-000000", "round-000002", "round-000004"):
         folder = whole_run / "evaluations" / round
@@ -180,8 +180,12 @@ def test_refusals(whole_run, arguments, sage, tmp_path):
     result = sage("train", "--run", "/proc/none", *arguments)
     assert (result.code, "Traceback" in result.err, "/proc/none" in result.err) == (2, False, True)
     run = tmp_path / "none"
+    seeded = tmp_path / "seeded.jsonl"
+    seeded.write_text('{"prompt": "a small red circle moving left fast", "seed": 3}\n')
     for setting, sentence in (
         ("sampler.sde=ode", "leaves no SDE step to train"),
+        ("sampler.sde_steps=[3]", "leaves no SDE step to train"),
+        (f"train.prompts={seeded}", "its prompts have seeds of their own"),
         ("video.frames=8", "video.frames = 8"),
         ("video.height=33", "video.height = 33"),
         ("model.train=frozen", "trains nothing"),

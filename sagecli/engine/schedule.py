@@ -10,4 +10,6 @@ from torch import Tensor
 def sigma_schedule(steps: int, shift: float) -> Tensor:
     """Sigmas [T + 1] float64, falling from exactly 1 to exactly 0."""
     uniform = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    return shift * uniform / (1 + (shift - 1) * uniform)
+    sigma = shift * uniform / (1 + (shift - 1) * uniform)
+    sigma[0] = 1  # exactly, where 1 + (shift - 1) is rounded
+    return sigma

@@ -156,18 +156,25 @@ def named_failures(sample: Sampled) -> list[str]:
     return [f"sample {index} of {prompt!r}: {reason}" for index, reason in sample.scored.failures.items()]
 
 
-def round_metrics(groups: list[Sampled], reward: Tensor, used: Tensor) -> dict[str, float]:
+def round_metrics(groups: list[Sampled], reward: Tensor, used: Tensor) -> dict[str, float | None]:
     """What a round's samples are like: means over the videos that could be scored, counts, exploration, times."""
-    metrics = {"reward": float(reward.nanmean()), "failed": int(reward.isnan().sum())}
+    valid = reward.isfinite()
+    metrics: dict[str, float | None] = {"reward": _mean(reward[valid]), "failed": int((~valid).sum())}
     metrics["dropped_groups"] = sum(not bool(part.any()) for part in used.view(len(groups), -1))
     for kind in ("axes", "monitors"):
         for name in vars(groups[0].scored)[kind]:
-            metrics[name] = float(torch.cat([vars(group.scored)[kind][name] for group in groups]).nanmean())
+            values = torch.cat([vars(group.scored)[kind][name] for group in groups])
+            metrics[name] = _mean(values[valid & values.isfinite()])
     metrics["reward_spread"] = float(torch.stack([_spread(group.reward) for group in groups]).mean())
     metrics["exploration"] = sum(exploration(group.trajectories) for group in groups) / len(groups)
     for name in groups[0].seconds:
         metrics[name] = sum(group.seconds[name] for group in groups)
     return metrics
+
+
+def _mean(values: Tensor) -> float | None:
+    """Their mean; None of none."""
+    return float(values.mean()) if len(values) else None
 
 
 def _spread(reward: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def update_policy(
     pairs = int(sum(batch.weight.sum() for batch in batches)) * len(steps)
     references = remembered_velocities(learner, backbone, batches, sampling, tick)
     every = learner.config.train.diagnose_every
-    gradients = Gradients(list(learner.parameters.values()), apart=every > 0 and learner.update % every == 0)
+    gradients = Gradients(list(learner.parameters.values()), apart=every > 0 and (learner.update + 1) % every == 0)
     totals = Totals(pairs)
     for index, batch in enumerate(batches):
         for place, step in enumerate(steps):
@@ -172,7 +172,7 @@ def policy_term(
 
 
 class Gradients:
-    """Accumulates the gradients of the two parts, apart (at the cost of a second backward pass) when asked."""
+    """Accumulates the gradients, and apart (at the cost of a second backward pass) the KL's part when asked."""
 
     def __init__(self, parameters: list[nn.Parameter], apart: bool) -> None:
         self.parameters = parameters
@@ -182,19 +182,17 @@ class Gradients:
 
     def add(self, policy: Tensor, kl: Tensor) -> None:
         """Add the gradients of one micro-batch's policy loss and weighted KL."""
-        if self.kl_part is None or not kl.requires_grad:
-            (policy + kl).backward()
-            return
-        policy.backward(retain_graph=True)
-        for total, gradient in zip(self.kl_part, torch.autograd.grad(kl, self.parameters), strict=True):
-            total += gradient
+        if self.kl_part is not None and kl.requires_grad:
+            gradients = torch.autograd.grad(kl, self.parameters, retain_graph=True)
+            for total, gradient in zip(self.kl_part, gradients, strict=True):
+                total += gradient
+        (policy + kl).backward()
 
     def norms(self) -> dict[str, float]:
-        """Norms of the two parts where they were kept apart; from here on the gradients are whole."""
+        """Norms of the two parts, where they were kept apart."""
         if self.kl_part is None:
             return {}
-        policy = float(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
-        kl = float(nn.utils.get_total_norm(self.kl_part))
-        for parameter, gradient in zip(self.parameters, self.kl_part, strict=True):
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return {"gradient_norm_policy": policy, "gradient_norm_kl": kl}
+        whole = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        policy = [total - kl for total, kl in zip(whole, self.kl_part, strict=True)]
+        norms = {"gradient_norm_policy": policy, "gradient_norm_kl": self.kl_part}
+        return {name: float(nn.utils.get_total_norm(part)) for name, part in norms.items()}
