@@ -1,0 +1,408 @@
+"""`sage score` on files of every kind."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reward_models import save_clip, save_videoalign
+from video_files import moving, save, save_sound
+
+from sagecli.rewards.clip import ClipScore
+from sagecli.rewards.videoalign import VideoAlign
+from sagecli.videofiles import read_frames
+
+
+@pytest.fixture(scope="module")
+def align(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_videoalign(tmp_path_factory.mktemp("models")).folder)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "clip"
+    save_clip(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def clips(tmp_path: Path) -> Path:
+    """Three videos with their prompts beside them, of two sizes."""
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    save(folder / "a.mp4", moving(9), sound=True)
+    save(folder / "b.mp4", moving(9, seed=3))
+    save(folder / "c.mkv", moving(6, 33, 47, seed=5), "ffv1", "bgr0")
+    for name in "abc":
+        (folder / f"{name}.txt").write_bytes(b"\xef\xbb\xbf" + f"a square\r\n\r\n number {name}\r\n".encode())
+    return folder
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@torch.no_grad()
+def test_scores_are_those_of_the_reward_on_the_files_frames(sage, clips, align, tmp_path):
+    out = tmp_path / "s.jsonl"
+    result = sage("score", str(clips), "--reward", "videoalign", "--path", align, "--out", str(out))
+    assert result.code == 0, result.err
+    assert "3 of 3 videos scored" in result.out
+    assert "75 of 75 keys" in result.out
+    reward = VideoAlign(align)
+    reward.load()
+    for row, name, total in zip(rows(out), ("a.mp4", "b.mp4", "c.mkv"), (9, 9, 6), strict=True):
+        assert (row["video"], row["num_frames"], row["fps"]) == (str(clips / name), total, 8.0)
+        assert row["prompt"] == f"a square number {name[0]}"
+        whole = read_frames(clips / name, range(total))[None].float() / 255
+        expected = reward(whole, [row["prompt"]], 8.0)
+        for axis, value in expected.axes.items():
+            assert row["scores"][axis] == pytest.approx(float(value), abs=1e-5)
+        detail = row["videoalign"]
+        assert detail["frames"] == reward.frames(total, 8.0)
+        assert detail["raw"]["TA"] == pytest.approx(expected.details[0]["raw"]["TA"], abs=1e-5)
+        assert (detail["model"], detail["template_sha256"]) == (
+            f"{align}/checkpoint-7",
+            expected.details[0]["template_sha256"],
+        )
+        assert row["overall"] == pytest.approx(sum(row["scores"].values()))
+
+
+def test_a_table_shows_means_overall_and_the_weighted_reward(sage, clips, align, tmp_path):
+    out = tmp_path / "s.jsonl"
+    weights = ("--weights", "VQ=0.5,MQ=0.5,TA=1")
+    result = sage("score", str(clips), "--reward", "videoalign", "--path", align, *weights, "--out", str(out))
+    assert result.code == 0, result.err
+    scored = [row["scores"] for row in rows(out)]
+    expected = [0.5 * row["VQ"] + 0.5 * row["MQ"] + row["TA"] for row in scored]
+    assert [row["reward"] for row in rows(out)] == pytest.approx(expected)
+    for name, values in (("VQ", [row["VQ"] for row in scored]), ("weighted reward", expected)):
+        mean = torch.tensor(values, dtype=torch.float64).mean()
+        std = torch.tensor(values, dtype=torch.float64).std(correction=0)
+        line = next(line for line in result.out.splitlines() if f"│ {name}" in line)
+        assert f"{float(mean):.4f}" in line
+        assert f"{float(std):.4f}" in line
+    assert "Overall (VQ + MQ + TA)" in result.out
+
+
+def test_rewards_and_weights_of_a_preset(sage, clips, align, clip, tmp_path):
+    from sagecli.loading import preset_text
+
+    preset = tmp_path / "mine.toml"
+    text = preset_text("setting-b").replace('name = "videoalign"\npath = ""', f'name = "videoalign"\npath = "{align}"')
+    preset.write_text(text.replace('dtype = "bfloat16" # [code]', 'dtype = "float32"'))
+    out = tmp_path / "s.jsonl"
+    result = sage("score", str(clips), "--preset", str(preset), "--out", str(out))
+    assert result.code == 0, result.err
+    for row in rows(out):
+        assert row["reward"] == pytest.approx(
+            0.5 * row["scores"]["VQ"] + 0.5 * row["scores"]["MQ"] + row["scores"]["TA"]
+        )
+    result = sage("score", str(clips), "--preset", str(preset), "--reward", "clip", "--path", clip)
+    assert result.code == 0, result.err
+    assert "CLIPScore" in result.out
+    assert "weighted reward" not in result.out
+
+
+def test_several_rewards_in_csv_and_their_options(sage, clips, clip, align, tmp_path):
+    out = tmp_path / "s.csv"
+    more = ("--reward", "clip", "--path", f"clip={clip}", "--option", "clip.frames=3", "--option", "clip.scale=cosine")
+    other = (
+        "--reward",
+        "pickscore",
+        "--path",
+        f"pickscore={clip}",
+        "--reward",
+        "videoalign",
+        "--path",
+        f"videoalign={align}",
+    )
+    result = sage("score", str(clips), *more, *other, "--out", str(out))
+    assert result.code == 0, result.err
+    with out.open(newline="", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    assert [Path(row["video"]).name for row in table] == ["a.mp4", "b.mp4", "c.mkv"]
+    assert [row["clip.frames"] for row in table] == ["[0, 4, 8]", "[0, 4, 8]", "[0, 2, 5]"]
+    for row in table:
+        assert float(row["scores.CLIPScore"]) == pytest.approx(float(row["clip.raw.CLIPScore"]))
+        assert row["clip.scale"] == "cosine"
+        assert row["videoalign.template_known"] == "false"
+        assert abs(float(row["scores.PickScore"])) < 1
+
+
+def test_what_rollout_wrote_is_scored_with_its_own_prompts(sage, tmp_path):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("a small red circle moving left fast\na large blue square moving up slowly\n")
+    out = tmp_path / "out"
+    options = ("--videos-per-prompt", "2", "--reward", "shapes", "--out", str(out), "--set", "sampler.steps=3")
+    assert sage("rollout", "--model", "tiny", "--prompts", str(prompts), *options).code == 0
+    for source, name in ((out, "whole.jsonl"), (out / "manifest.jsonl", "listed.jsonl")):
+        result = sage("score", str(source), "--reward", "shapes", "--out", str(tmp_path / name))
+        assert result.code == 0, result.err
+        for row, made in zip(rows(tmp_path / name), rows(out / "manifest.jsonl"), strict=True):
+            assert (Path(row["video"]).name, row["prompt"]) == (made["file"], made["prompt"])
+            for axis, value in made["scores"].items():  # from memory there, from H.264 here
+                assert row["scores"][axis] == pytest.approx(value, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("map.csv", '\ufeffvideo,prompt,note\r\na.mp4,"a square, lit",x\r\n\r\n{folder}/b.mp4,two,y\r\n'),
+        (
+            "map.jsonl",
+            '{"video": "a.mp4", "prompt": "a square, lit"}\r\n\r\n{"video": "{folder}/b.mp4", "prompt": "two"}',
+        ),
+    ],
+)
+def test_prompts_of_a_map_and_of_one_for_all(sage, clips, clip, tmp_path, name, text):
+    for beside in clips.glob("*.txt"):
+        beside.unlink()
+    (tmp_path / name).write_text(text.replace("{folder}", str(clips)), encoding="utf-8", newline="")
+    given = ("--prompts", str(tmp_path / name), "--prompt", "the rest")
+    out = tmp_path / "s.jsonl"
+    result = sage("score", str(clips), "--reward", "clip", "--path", clip, *given, "--out", str(out))
+    assert result.code == 0, result.err
+    assert [row["prompt"] for row in rows(out)] == ["a square, lit", "two", "the rest"]
+
+
+def test_videos_without_prompts_are_listed_before_anything_is_loaded(sage, clips, clip, monkeypatch):
+    (clips / "b.txt").write_text("\n \n")
+    (clips / "c.txt").unlink()
+    monkeypatch.setattr(ClipScore, "load", lambda self: pytest.fail("loaded"))
+    result = sage("score", str(clips), "--reward", "clip", "--path", clip)
+    assert result.code == 2
+    assert "clip needs prompts, and 2 of 3 videos have none" in result.err
+    assert "b.mp4" in result.err
+    assert "c.mkv" in result.err
+    assert "a.mp4" not in result.err
+
+
+def test_long_prompts_are_counted(sage, clips, clip):
+    (clips / "a.txt").write_text("x" * 90)
+    (clips / "b.txt").write_text("y" * 90)
+    result = sage("score", str(clips), "--reward", "clip", "--path", clip)
+    assert "warning: clip: the prompt is longer than 77 tokens; the rest was not read (2 prompts)" in result.out
+
+
+BROKEN = {
+    "cut.mp4": (
+        lambda path: path.write_bytes(save(path, moving(9)).read_bytes()[:900]),
+        "it is no video, or is cut short",
+    ),
+    "empty.mp4": (lambda path: path.write_bytes(b""), "the file is empty"),
+    "text.mp4": (lambda path: path.write_text("a letter\n" * 99), "it is no video, or is cut short"),
+    "sound.mp4": (save_sound, "it has no video stream, only sound"),
+}
+
+
+def test_broken_files_are_named_and_the_others_scored(sage, clips, clip, tmp_path):
+    for name, (spoil, _) in BROKEN.items():
+        spoil(clips / name)
+    out = tmp_path / "s.jsonl"
+    options = ("--reward", "clip", "--path", clip, "--prompt", "a square", "--out", str(out))
+    result = sage("score", str(clips), *options)
+    assert result.code == 1
+    assert "3 of 7 videos scored" in result.out
+    assert "4 could not be scored" in result.out
+    for name, (_, reason) in BROKEN.items():
+        assert f"{name}: {reason}" in result.out
+    assert [Path(row["video"]).name for row in rows(out)] == ["a.mp4", "b.mp4", "c.mkv"]
+
+
+def test_a_video_that_a_reward_refuses_fails_alone(sage, clips, tmp_path):
+    out = tmp_path / "s.jsonl"
+    (clips / "a.txt").write_text("a small red circle moving left fast")
+    (clips / "b.txt").write_text("a horse")
+    (clips / "c.txt").write_text("a large blue square moving up slowly")
+    result = sage("score", str(clips), "--reward", "shapes", "--out", str(out))
+    assert result.code == 1
+    assert "b.mp4: shapes: the shapes reward cannot read 'a horse'" in result.out
+    assert [Path(row["video"]).name for row in rows(out)] == ["a.mp4", "c.mkv"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "name a reward with --reward; installed: clip, pickscore, shapes, videoalign"),
+        (
+            ("--reward", "clap"),
+            "no reward is called 'clap'; installed: clip, pickscore, shapes, videoalign; did you mean 'clip'",
+        ),
+        (
+            ("--reward", "videoalign", "--weights", "VQ=1,MG=2"),
+            "no reward here has the axis 'MG'; there are VQ, MQ, TA; did",
+        ),
+        (("--reward", "videoalign", "--weights", "VQ"), "it takes AXIS=NUMBER, with commas between"),
+        (("--reward", "clip", "--option", "clip.frame=3"), "the reward 'clip' has no option 'frame'; its options are"),
+        (("--reward", "clip", "--option", "clip.frames=0"), "frames = 0: input should be greater than or equal to 1"),
+        (
+            ("--reward", "clip", "--option", "clip.dtype=half"),
+            "--option clip.dtype = 'half': input should be 'float32'",
+        ),
+        (("--reward", "clip", "--option", "frames=3"), "--option frames=3: it takes NAME.KEY=VALUE"),
+        (
+            ("--reward", "shapes", "--option", "shapes.dtype=float16"),
+            "the reward 'shapes' has no option 'dtype'; it has none",
+        ),
+        (("--reward", "shapes", "--reward", "videoalign"), "the rewards 'shapes' and 'videoalign' both give 'VQ'"),
+        (("--reward", "clip", "--resume"), "--resume completes an output file; name it with --out"),
+        (("--reward", "clip", "--out", "s.txt"), "it takes a file that ends in .jsonl or .csv"),
+        (("--reward", "clip", "--force", "--resume"), "choose one"),
+        (("--reward", "clip", "--prompts", "map.txt"), "map.txt: not a .csv or .jsonl file"),
+        (("--preset", "settingb"), "did you mean 'setting-b'"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_one_sentence(sage, clips, clip, align, arguments, sentence):
+    models = [
+        part
+        for name, path in (("clip", clip), ("videoalign", align))
+        if name in arguments
+        for part in ("--path", f"{name}={path}")
+    ]
+    result = sage("score", str(clips), *arguments, *models)
+    assert (result.code, len(result.err.strip().splitlines())) == (2, 1)
+    assert sentence in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda model: (model / "prompt_template.txt").unlink(), "prompt template is missing"),
+        (lambda model: shutil.rmtree(model / "checkpoint-7"), "no checkpoint-N folder"),
+        (
+            lambda model: torch.save({"a": torch.zeros(1)}, model / "checkpoint-7" / "model.pth"),
+            "does not fit this Qwen2-VL",
+        ),
+    ],
+)
+def test_a_broken_model_is_one_sentence_and_writes_nothing(sage, clips, align, tmp_path, spoil, sentence):
+    model = Path(shutil.copytree(align, tmp_path / "model"))
+    spoil(model)
+    out = tmp_path / "s.jsonl"
+    result = sage("score", str(clips), "--reward", "videoalign", "--path", str(model), "--out", str(out))
+    assert result.code == 2
+    assert sentence in result.err
+    assert "Traceback" not in result.err
+    assert not out.exists()
+
+
+def test_no_videos_is_one_sentence(sage, tmp_path, clip):
+    (tmp_path / "empty").mkdir()
+    for source, sentence in ((str(tmp_path / "empty"), "no video in it"), (str(tmp_path / "no.mp4"), "no such file")):
+        result = sage("score", source, "--reward", "clip", "--path", clip)
+        assert (result.code, sentence in result.err) == (2, True)
+    result = sage("score", "--reward", "clip", "--path", clip)
+    assert (result.code, "name the videos" in result.err) == (2, True)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_resume_scores_what_the_file_lacks(sage, clips, clip, tmp_path, suffix):
+    out, whole = tmp_path / f"s.{suffix}", tmp_path / f"whole.{suffix}"
+    options = ("--reward", "clip", "--path", clip, "--batch", "1")  # batches of other sizes round otherwise
+    assert sage("score", str(clips), *options, "--out", str(whole)).code == 0
+    text = whole.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    kept = len(lines) - 2
+    out.write_text("".join(lines[:kept]) + lines[kept][:40], encoding="utf-8")  # a kill cut the next line short
+    result = sage("score", str(clips), *options, "--out", str(out))
+    assert (result.code, "--resume completes it, --force replaces it" in result.err) == (2, True)
+    result = sage("score", str(clips), *options, "--out", str(out), "--resume")
+    assert result.code == 0, result.err
+    assert out.read_text(encoding="utf-8") == text
+    assert sage("score", str(clips), *options, "--out", str(out), "--resume").code == 0
+    assert out.read_text(encoding="utf-8") == text
+    assert sage("score", str(clips), *options, "--out", str(out), "--force").code == 0
+    assert out.read_text(encoding="utf-8") == text
+
+
+def test_scores_of_two_models_do_not_mix(sage, clips, clip, align, tmp_path):
+    out = tmp_path / "s.jsonl"
+    options = ("score", str(clips), "--out", str(out))
+    assert sage(*options, "--reward", "clip", "--path", clip).code == 0
+    before = out.read_text()
+    result = sage(*options, "--reward", "videoalign", "--path", align, "--resume")
+    assert (result.code, "holds scores on CLIPScore, not VQ, MQ, TA" in result.err) == (2, True)
+    other = shutil.copytree(clip, tmp_path / "other")
+    save(clips / "d.mp4", moving(4))
+    result = sage(*options, "--reward", "clip", "--path", str(other), "--prompt", "x", "--resume")
+    assert (result.code, "was scored with clip.model" in result.err) == (2, True)
+    assert out.read_text() == before
+
+
+def test_ctrl_c_leaves_a_whole_file_that_can_be_completed(clips, align, tmp_path):
+    for number in range(300):
+        shutil.copy(clips / "a.mp4", clips / f"n{number:03d}.mp4")
+    out = tmp_path / "s.jsonl"
+    command = [sys.executable, "-m", "sagecli.cli", "score", str(clips), "--reward", "videoalign", "--path", align]
+    command += ["--prompt", "a square", "--batch", "2", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        for _ in range(1200):
+            if out.exists() and out.read_text().count("\n") >= 2:
+                break
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert "add --resume to score the rest" in output
+    assert 2 <= len(rows(out)) < 303
+    assert out.read_text().endswith("\n")
+
+
+def test_agreement_with_people_over_pairs(sage, clips, clip, tmp_path):
+    out = tmp_path / "s.jsonl"
+    pairs = tmp_path / "pairs.csv"
+    header = "video_a,video_b,prompt,CLIPScore,Overall\n"
+    names = [("a.mp4", "b.mp4"), ("b.mp4", "c.mkv"), ("a.mp4", "c.mkv")]
+    pairs.write_text(header + "".join(f"clips/{a},clips/{b},a square,A,same\n" for a, b in names))
+    options = ("--reward", "clip", "--path", clip, "--option", "clip.scale=cosine", "--out", str(out))
+    result = sage("score", "--pairs", str(pairs), *options)
+    assert result.code == 0, result.err
+    scores = {Path(row["video"]).name: row["scores"]["CLIPScore"] for row in rows(out)}
+    right = sum(scores[a] > scores[b] for a, b in names) / 3
+    line = next(line for line in result.out.splitlines() if "│ CLIPScore" in line and line.count("│") == 6)
+    assert f"{right:.4f}" in line
+    line = next(line for line in result.out.splitlines() if "│ Overall" in line and line.count("│") == 6)
+    assert "1.0000" in line  # with a wide enough tie every pair is the same
+    pairs.write_text(header.replace("CLIPScore", "VQ").replace(",Overall", "") + "clips/a.mp4,clips/b.mp4,x,A\n")
+    result = sage("score", "--pairs", str(pairs), *options, "--force")
+    assert (result.code, "no column of preferences; these rewards have CLIPScore, Overall" in result.err) == (2, True)
+    pairs.write_text(header + "clips/a.mp4,clips/b.mp4,x,C,A\n")
+    result = sage("score", "--pairs", str(pairs), *options, "--force")
+    assert (result.code, "CLIPScore is 'C'; it takes A, B or same" in result.err) == (2, True)
+    pairs.write_text(header + "clips/a.mp4,clips/none.mp4,x,A,A\n")
+    result = sage("score", "--pairs", str(pairs), *options, "--force")
+    assert (result.code, "none.mp4 is no file" in result.err) == (2, True)
+
+
+def test_a_reward_of_another_package_is_used_by_name(clips, tmp_path):
+    """Installed for real, into a prefix of its own."""
+    source = Path(__file__).parent / "example_reward"
+    assert len((source / "sage_brightness.py").read_text().splitlines()) <= 15
+    shutil.copytree(source, tmp_path / "package")
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    prefix = tmp_path / "prefix"
+    subprocess.run([sys.executable, *install, "--target", str(prefix), str(tmp_path / "package")], check=True)
+    out = tmp_path / "s.jsonl"
+    command = [sys.executable, "-m", "sagecli.cli", "score", str(clips), "--reward", "brightness", "--out", str(out)]
+    for beside in clips.glob("*.txt"):  # it needs no prompt
+        beside.unlink()
+    environment = os.environ | {"PYTHONPATH": str(prefix)}
+    subprocess.run([*command, "--option", "brightness.power=2.0"], check=True, env=environment, cwd=tmp_path)
+    for row in rows(out):
+        frames = read_frames(Path(row["video"]), range(row["num_frames"])).double() / 255
+        assert row["scores"]["brightness"] == pytest.approx(float(frames.mean()) ** 2, rel=1e-5)
+    result = subprocess.run(
+        [*command[:-2], "--reward", "bright"], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert "no reward is called 'bright'; installed: brightness, clip, pickscore, shapes, videoalign" in result.stderr
