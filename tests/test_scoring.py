@@ -1,10 +1,11 @@
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from sagecli.config_reward import RewardConfig, RewardSource
 from sagecli.errors import RunStopped, UserError
@@ -70,6 +71,70 @@ def test_a_reward_that_hangs_stops_the_run():
 
     with pytest.raises(RunStopped, match=r"'hanging' did not come back within reward.timeout = 0.2 seconds"):
         Scorer({"hanging": Hanging()}, 8.0, 0.2)(videos(0.2), ["a"])
+
+
+def test_an_offloaded_network_is_on_its_device_only_while_it_scores(monkeypatch):
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places: list[str] = []
+
+        def to(self, place: Any) -> "Network":  # type: ignore[override]
+            self.places.append(str(place))
+            return self
+
+    class Networked(Brightness):
+        def load(self) -> str:
+            self.module = Network()
+            return "loaded"
+
+        def score(self, videos: Tensor, prompts: Sequence[str], fps: float) -> Scores:
+            assert self.network.places[-1] == "meta"
+            return super().score(videos, prompts, fps)
+
+    monkeypatch.setattr("sagecli.registry.load", lambda kind, name: Networked)
+    monkeypatch.setattr("sagecli.preflight.device", lambda: torch.device("meta"))
+    for offload, places in ((True, ["meta", "cpu", "meta", "cpu"]), (False, ["meta"])):
+        scorer = Scorer.loaded([RewardSource(name="n", offload=offload)], 8.0, 60.0)
+        assert scorer.reports == ["loaded"]
+        for _ in range(2):
+            assert scorer(videos(0.2), ["a"]).failures == {}
+        assert scorer.rewards["n"].network.places == places
+
+
+def test_only_the_frames_that_a_reward_looks_at_are_taken():
+    class Ends(Brightness):
+        def frames(self, total: int, fps: float) -> list[int]:
+            return [0, total - 1]
+
+        def score(self, videos: Tensor, prompts: Sequence[str], fps: float) -> Scores:
+            assert videos.shape[1] == 2
+            scores = super().score(videos, prompts, fps)
+            return Scores(scores.axes, scores.monitors, [{"raw": 1}], [(0, "dim")])
+
+    whole = torch.linspace(0.2, 1, 5).view(1, 5, 1, 1, 1).expand(-1, -1, 3, 4, 4)
+    scorer = Scorer({"ends": Ends()}, 8.0, 60.0)
+    scored = scorer(whole, ["a"])
+    assert float(scored.axes["light"]) == pytest.approx(0.6)
+    assert scored.details == [{"ends": {"frames": [0, 4], "raw": 1}}]
+    assert scorer.warnings == {"ends: dim": {"a"}}
+    assert float(Ends()(whole, ["a"], 8.0).axes["light"]) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        ({"dark": torch.zeros(2)}, "it returned no 'light', but ['dark']"),
+        ({"light": torch.zeros(2, 1)}, "its 'light' of 1 videos has the shape (2, 1), not (1,)"),
+    ],
+)
+def test_a_reward_that_returns_something_else_is_named(returned, reason):
+    class Wrong(Brightness):
+        def score(self, videos: Tensor, prompts: Sequence[str], fps: float) -> Scores:
+            return Scores(returned, {"darkest": torch.zeros(len(videos))})
+
+    scored = Scorer({"wrong": Wrong()}, 8.0, 60.0)(videos(0.2, 0.3), ["a", "b"])
+    assert scored.failures == {0: f"wrong: {reason}", 1: f"wrong: {reason}"}
 
 
 @pytest.mark.parametrize("axes", [["VQ"], ["VQ", "MQ", "TA", "TA"], ["VQ", "MQ", "TA", "XX"]])

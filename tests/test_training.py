@@ -1,6 +1,7 @@
 """Whole runs of the embedded model through the command line: files, resuming, kills, refusals."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from reward_models import save_clip, save_videoalign
 from safetensors.torch import load_file
 
 SMALL = (
@@ -198,6 +200,27 @@ def test_refusals(whole_run, arguments, sage, tmp_path):
         assert sentence in result.err
         assert "Traceback" not in result.err
         assert not run.exists(), setting
+
+
+def test_a_run_with_reward_networks(arguments, sage, tmp_path):
+    align = save_videoalign(tmp_path / "align")
+    save_clip(tmp_path / "clip")
+    models = (
+        f"[{{name='videoalign', path='{align.folder}', weights={{VQ=1.0, MQ=1.0, TA=1.0}}, offload=true}}, "
+        f"{{name='clip', path='{tmp_path / 'clip'}', weights={{CLIPScore=1.0}}, options={{frames=2, scale='cosine'}}}}]"
+    )
+    components = "[{axis='VQ', sigmoid=true}, {axis='MQ', sigmoid=true}, {axis='TA', sigmoid=true}, {axis='CLIPScore'}]"
+    taros = ("--set", "reward.combine=taros", "--set", f"reward.taros.components={components}")
+    run = tmp_path / "run"
+    result = sage("train", "--run", str(run), *arguments, "--set", f"reward.models={models}", *taros)
+    assert result.code == 0, result.err
+    for row in lines(run / "metrics.jsonl"):
+        assert row["failed"] == 0
+        assert all(math.isfinite(row[name]) for name in ("VQ", "MQ", "TA", "CLIPScore", "reward"))
+        assert 0 < row["reward"] < 1
+    assert "the prompt template is not VideoAlign's own" in result.out
+    scored = [row for folder in sorted((run / "evaluations").iterdir()) for row in lines(folder / "scores.jsonl")]
+    assert len({row["axes"]["CLIPScore"] for row in scored}) > 2
 
 
 def test_settings_without_weights_or_gpu_stop_before_loading(sage, monkeypatch, tmp_path):
