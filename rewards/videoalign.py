@@ -173,6 +173,7 @@ def _check(settings: dict[str, Any]) -> None:
     for table, key, needed in (
         (data, "prompt_template_type", "detailed_special"),
         (data, "sample_type", "uniform"),
+        (data, "num_frames", None),
         (model, "reward_token", "special"),
         (model, "output_dim", 1),
     ):

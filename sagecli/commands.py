@@ -68,6 +68,8 @@ def _train(console: Console, training: Training) -> None:
     console.print(
         note(f"training {count:,} parameters ({training.config.model.train}); run folder {folder}"), soft_wrap=True
     )
+    for report in training.score.reports:
+        console.print(note(report), soft_wrap=True)
     try:
         summary = training.finish()
     except (Interrupted, RunStopped) as error:
@@ -120,6 +122,8 @@ def make_rollouts(console: Console, request: Request, output: RolloutOutput) -> 
     if adapter is not None:
         checkpoint.load_weights(trainable(backbone.module), adapter)
     score = Scorer.loaded(rewards, config.video.fps, config.reward.timeout) if rewards else None
+    for report in score.reports if score else ():
+        console.print(note(report), soft_wrap=True)
     rollouts = Rollouts(config, backbone, score, out)
     count = output.videos_per_prompt
     groups = [prompt_group(prompt, place, count, output.seed) for place, prompt in enumerate(prompts)]

@@ -345,3 +345,12 @@ def test_a_scaled_lora_is_merged_by_its_own_rule(model, copied):
     weight = layer.base_layer.weight
     torch.testing.assert_close(plain[f"{name}.weight"], weight + ALPHA / RANK * change)
     torch.testing.assert_close(scaled[f"{name}.weight"], weight + ALPHA / RANK**0.5 * change)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_scores_nearly_the_same(model, reward, dtype):
+    half = loaded(model.folder, dtype=dtype)
+    assert next(half.network["model"].parameters()).dtype == getattr(torch, dtype)
+    for axis, values in half(clips(3), PROMPTS, 6.0).axes.items():
+        torch.testing.assert_close(values, reward(clips(3), PROMPTS, 6.0).axes[axis], rtol=0, atol=0.2)
