@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from sagecli.config import ModelConfig
 
 
-def choose_trained(transformer: Any, model: "ModelConfig", targets: dict[str, str], dead: str) -> None:
+def choose_trained(transformer: Any, model: "ModelConfig", targets: dict[str, str], dead: str | None) -> None:
     """Let the adapter ("lora"), all weights ("full") or nothing ("frozen") train, but nothing whose name matches dead.
 
     targets: name of a set of layers -> regular expression of whole module names. Raises UserError where none fits.
     """
     if model.train == "full":
         for name, parameter in transformer.named_parameters():
-            parameter.requires_grad_(re.fullmatch(dead, name) is None)
+            parameter.requires_grad_(dead is None or re.fullmatch(dead, name) is None)
     elif model.train == "frozen":
         transformer.requires_grad_(False)
     else:

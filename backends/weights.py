@@ -40,9 +40,14 @@ def transformer_bytes(path: str, pipeline: str = PIPELINE) -> int:
     return sum(file.stat().st_size for file in _weight_files(locate(path, pipeline) / "transformer"))
 
 
+def part_config(path: str, part: str, pipeline: str = PIPELINE) -> dict[str, Any]:
+    """The config.json of a part; raises UserError as locate does."""
+    return _json(locate(path, pipeline) / part / "config.json")
+
+
 def check_size(path: str, size: VideoSize, pipeline: str = PIPELINE) -> None:
     """check_ratios with those of the model's VAE, before anything is loaded."""
-    vae = _json(locate(path, pipeline) / "vae" / "config.json")
+    vae = part_config(path, "vae", pipeline)
     check_ratios(size, vae["spatial_compression_ratio"], vae["temporal_compression_ratio"])
 
 
@@ -81,10 +86,11 @@ def _parts(folder: Path, pipeline: str) -> list[str]:
     if index.get("_class_name") != pipeline:
         given = index.get("_class_name", "no pipeline: it has no model_index.json")
         raise UserError(f"{folder} should hold a {pipeline} but holds {given}")
-    for part in (name for name in index if not name.startswith("_")):
+    parts = [name for name, kind in index.items() if isinstance(kind, list) and kind[0] is not None]
+    for part in parts:
         if not any((folder / part).glob("*config.json")):
             raise UserError(f"{folder} is incomplete: {part}/ or its config file is missing")
-    return [name for name in index if (folder / name / "config.json").is_file()]
+    return [part for part in parts if (folder / part / "config.json").is_file()]
 
 
 def _weight_files(part: Path) -> list[Path]:

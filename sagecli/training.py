@@ -131,12 +131,13 @@ class Training:
         shown = np.linspace(0, len(self.heldout) - 1, min(self.config.eval.videos, len(self.heldout))).round()
         rows: Rows = []
         sheet = []
-        for place, sample in enumerate(evaluate(self.config, self.backbone, self.score, self.heldout, tick)):
-            of_prompt = sample_rows(sample, seeds)
-            rows += of_prompt
-            if place in shown:
-                media.write_video(folder / f"{place:03d}.mp4", sample.videos[0], self.config.video.fps)
-                sheet.append(media.sheet_row(sample.videos[0], of_prompt[0]))
+        with self.learner.evaluated_policy():
+            for place, sample in enumerate(evaluate(self.config, self.backbone, self.score, self.heldout, tick)):
+                of_prompt = sample_rows(sample, seeds)
+                rows += of_prompt
+                if place in shown:
+                    media.write_video(folder / f"{place:03d}.mp4", sample.videos[0], self.config.video.fps)
+                    sheet.append(media.sheet_row(sample.videos[0], of_prompt[0]))
         media.write_sheet(folder / "sheet.png", f"held out, after {self.learner.round} rounds", sheet)
         write_jsonl(folder / "scores.jsonl", rows)
         failed = sum(row["reward"] is None for row in rows)

@@ -14,6 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backbone", help="test_contracts.py: this registered backbone alone")
+    parser.addoption("--model", help="test_contracts.py: folder of a small model of that backbone")
+    parser.addoption("--size", default="32x48x5", help="test_contracts.py: height x width x frames it can make")
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -47,7 +47,7 @@ def refusal(preset: str | Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "setting-a", "setting-b", "setting-b-lora"])
+@pytest.mark.parametrize("name", ["quickstart", "setting-a", "setting-b", "setting-b-lora", "wan-lora"])
 def test_presets_are_complete_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
     config = load_config(name)
     assert all_keys(tomllib.loads(preset_text(name))) == all_keys(config.model_dump())
@@ -59,7 +59,7 @@ def test_presets_are_complete_and_survive_a_round_trip(name: str, tmp_path: Path
 
 
 def test_presets_are_listed() -> None:
-    assert preset_names() == ["quickstart", "setting-a", "setting-b", "setting-b-lora"]
+    assert preset_names() == ["quickstart", "setting-a", "setting-b", "setting-b-lora", "wan-lora"]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_toml_that_does_not_parse_names_file_and_line(tmp_path: Path) -> None:
 
 
 def test_presets_that_are_not_there_are_named(tmp_path: Path) -> None:
-    known = "there are quickstart, setting-a, setting-b, setting-b-lora"
+    known = "there are quickstart, setting-a, setting-b, setting-b-lora, wan-lora"
     assert refusal("quickstrt") == f"unknown preset 'quickstrt'; {known}; did you mean 'quickstart'?"
     assert refusal("zzz") == f"unknown preset 'zzz'; {known}; a file of your own is given as its path, ending in .toml"
     assert refusal(tmp_path / "gone.toml") == f"{tmp_path / 'gone.toml'}: no such file"

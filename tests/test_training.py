@@ -28,6 +28,7 @@ SMALL = (
     "sampler.steps=4",
     "sampler.sde_steps=all",
     "trust_region.anchor_every=2",
+    "optimizer.ema=0.9",
 )
 HELDOUT = "a small red circle moving left fast\na large blue square moving up slowly\n"
 
@@ -88,6 +89,18 @@ def test_a_run_leaves_what_it_promises(whole_run):
     assert set(summary["reward"]) == {"before", "after", "stderr"}
     assert (summary["rounds"], summary["seed"]) == (4, 0)
     assert not list(whole_run.rglob("*.partial*"))
+
+
+def test_evaluations_use_the_moving_average(whole_run, arguments, sage, tmp_path):
+    run = tmp_path / "plain"
+    assert sage("train", "--run", str(run), *arguments, "--set", "optimizer.ema=0.0").code == 0
+    averaged, plain = (lines(folder / "evaluations.jsonl") for folder in (whole_run, run))
+    assert averaged[0]["reward"] == plain[0]["reward"]  # before training they are the same
+    assert averaged[-1]["reward"] != plain[-1]["reward"]
+    weights = [load_file(folder / "checkpoints" / "latest" / "weights.safetensors") for folder in (whole_run, run)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])  # training is the same
+    stored = load_file(whole_run / "checkpoints" / "latest" / "policies.safetensors")
+    assert {name.split("/")[0] for name in stored} == {"anchor", "previous", "ema"}
 
 
 def test_checkpoints_are_kept_and_complete(whole_run):

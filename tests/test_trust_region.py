@@ -32,6 +32,17 @@ def test_what_each_strategy_remembers():
     assert both == [{"anchor": a, "previous": p} for a, p in ((0, 0), (0, 1), (3, 2), (3, 3))]
 
 
+def test_the_moving_average_is_the_stated_mean_and_no_kl_refers_to_it():
+    weight = torch.nn.Parameter(torch.zeros(3))
+    trust = TrustRegion(TrustRegionConfig(strategy="moving"), [weight], ema=0.9)
+    assert set(trust.betas) == {"anchor"}
+    history = [entry["ema"] for entry in train(trust, weight, updates=5)]
+    assert history == pytest.approx([sum(0.1 * 0.9 ** (k - i) * i for i in range(1, k + 1)) for k in range(1, 6)])
+    with trust.acting("ema"):
+        assert float(weight[0].detach()) == pytest.approx(history[-1])
+    assert float(weight[0].detach()) == 5
+
+
 def test_weights_of_the_terms():
     assert region("dual-moving")[0].betas == {"anchor": 1.0, "previous": 0.1}
     assert region("stepwise", beta_vel=1.0)[0].betas == {"previous": 1.0}

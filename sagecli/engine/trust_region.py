@@ -1,7 +1,8 @@
 """The dual trust region: earlier policies are remembered, and the KL holds the policy near them.
 
 `initial` is the frozen start, `anchor` a snapshot refreshed every N updates, `previous` the policy before the last
-optimizer update (METHOD.md section 5). A policy is the list of its trainable tensors, so for a LoRA only the adapter
+optimizer update (METHOD.md section 5). `ema`, a moving average of the policy, is remembered too, but for evaluations:
+no KL refers to it. A policy is the list of its trainable tensors, so for a LoRA only the adapter
 is remembered: the adapter starts with B = 0, which is the model with the adapter switched off.
 """
 
@@ -21,8 +22,10 @@ VELOCITY = {"stepwise": "previous", "dual-moving": "previous"}
 class TrustRegion:
     """The remembered policies of one run, and the weight of the KL to them."""
 
-    def __init__(self, config: "TrustRegionConfig", parameters: Sequence[Tensor]) -> None:
+    def __init__(self, config: "TrustRegionConfig", parameters: Sequence[Tensor], ema: float = 0.0) -> None:
+        """ema: decay of the moving average; 0 keeps none."""
         self.config = config
+        self.ema = ema
         self.parameters = list(parameters)
         self.betas: dict[str, float] = {}
         """Remembered policy -> weight of the KL to it."""
@@ -30,7 +33,7 @@ class TrustRegion:
             self.betas[POSITION[config.strategy]] = config.beta_pos
         if config.strategy in VELOCITY:
             self.betas[VELOCITY[config.strategy]] = config.beta_vel
-        self.policies = {name: self._snapshot() for name in self.betas}
+        self.policies = {name: self._snapshot() for name in [*self.betas, *(["ema"] if ema else [])]}
         self.lambda_kl = scheduled_lambda(config.lambda_kl, 0)
 
     def _snapshot(self) -> list[Tensor]:
@@ -62,6 +65,9 @@ class TrustRegion:
         """Refresh the anchor on its cadence and move lambda on; `update` counts the updates made."""
         if "anchor" in self.policies and update % self.config.anchor_every == 0:
             self._refresh("anchor")
+        if "ema" in self.policies:
+            for average, parameter in zip(self.policies["ema"], self.parameters, strict=True):
+                average.lerp_(parameter.detach(), 1 - self.ema)
         if self.config.lambda_kl.kind != "adaptive":
             self.lambda_kl = scheduled_lambda(self.config.lambda_kl, update)
 

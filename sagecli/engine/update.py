@@ -4,6 +4,7 @@ loss = mean over (used sample, trained step) of S_t * policy loss + lambda * (be
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +37,17 @@ class Learner:
         self.config = config
         self.parameters = trainable(backbone.module)
         self.optimizers = optimizer.build_optimizers(config.optimizer, list(self.parameters.values()))
-        self.trust_region = TrustRegion(config.trust_region, list(self.parameters.values()))
+        self.trust_region = TrustRegion(config.trust_region, list(self.parameters.values()), config.optimizer.ema)
         self.round = 0
         """Rounds finished."""
         self.update = 0
         """Optimizer updates made."""
         self.between_rounds = True
         """Whether the policy is that of `round` finished rounds, and no update of the next is in it."""
+
+    def evaluated_policy(self) -> AbstractContextManager[None]:
+        """Within the block the model acts as evaluations want it: by the moving average, where there is one."""
+        return self.trust_region.acting("ema") if "ema" in self.trust_region.policies else nullcontext()
 
 
 @dataclass(frozen=True)
