@@ -79,12 +79,22 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def find(path: Path) -> Path:
-    """The checkpoint that a path names: a checkpoint itself, or the latest of a run."""
-    for folder in (path, path / LATEST, path / "checkpoints" / LATEST):
+def find(path: Path, round: int | None = None) -> Path:
+    """The checkpoint that a path names: a checkpoint itself, or the latest of a run, or that of a round."""
+    name = LATEST if round is None else round_name(round)
+    for folder in ([path] if round is None else []) + [path / name, path / "checkpoints" / name]:
         if (folder / "manifest.json").is_file():
             return folder.resolve()
+    rounds = sorted(int(one.name[6:]) for place in (path, path / "checkpoints") for one in place.glob("round-*[0-9]"))
+    if round is not None and rounds:
+        raise UserError(f"{path} holds no checkpoint of round {round}; there are those of {rounds}")
     raise UserError(f"{path} holds no checkpoint; it takes a run folder, or a folder of its checkpoints/")
+
+
+def progress(folder: Path) -> dict[str, int]:
+    """{"round", "update"} of a checkpoint."""
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return {"round": state["round"], "update": state["update"]}
 
 
 def fingerprint(folder: Path) -> str:
@@ -122,10 +132,14 @@ def config_of(folder: Path) -> Config:
     return load_config(str(folder / "config.toml"))
 
 
-def load_weights(parameters: dict[str, Any], folder: Path) -> None:
-    """Copy a checkpoint's weights into the parameters; UserError unless each has its own, of the same shape."""
+def load_weights(parameters: dict[str, Any], folder: Path, policy: str | None = None) -> None:
+    """Copy a checkpoint's weights into the parameters; UserError unless each has its own, of the same shape.
+
+    policy: a remembered one instead, e.g. "ema".
+    """
     check(folder)
-    _fill(parameters, folder / "weights.safetensors", "")
+    file = "weights.safetensors" if policy is None else "policies.safetensors"
+    _fill(parameters, folder / file, "" if policy is None else f"{policy}/")
 
 
 def _fill(parameters: dict[str, Tensor], path: Path, prefix: str) -> None:

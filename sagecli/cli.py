@@ -187,5 +187,28 @@ def score(
     raise typer.Exit(score_videos(_console(), request))
 
 
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run, or one of its checkpoints.")],
+    format_: Annotated[
+        str | None, typer.Option("--format", help="diffusers, peft, merged, tencent or comfyui.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder; exports/RUN-FORMAT by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16, which the weights are stored in.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="The checkpoint of this round, not the latest.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (optimizer.ema).")] = False,
+    verify: Annotated[bool, typer.Option(help="Load what was written and compare.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+) -> None:
+    """Write trained weights in a format that other tools load, with a model card; checked before it is announced."""
+    from sagecli.export import ExportRequest
+    from sagecli.export import export as write_export
+
+    console = _console()
+    request = ExportRequest(source, format_, out, dtype, step, ema, verify, force)
+    folder = write_export(request, lambda line: console.print(line, style="dim", soft_wrap=True))
+    console.print(f"exported to {folder}; its README.md says how to load it", soft_wrap=True)
+
+
 if __name__ == "__main__":
     main()

@@ -1,0 +1,159 @@
+"""`sage export`: the weights of a run in formats that other tools load, checked before they are announced."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.utils.logging import set_verbosity_error
+from safetensors import SafetensorError
+
+from sagecli import checkpoint, exportformats, registry
+from sagecli.backends import Backbone
+from sagecli.engine.update import trainable
+from sagecli.errors import UserError, did_you_mean
+from sagecli.exportcard import write_card
+from sagecli.hub import is_hub_id
+from sagecli.loading import dump_config
+from sagecli.rundir import read_jsonl, round_name, write_text
+
+if TYPE_CHECKING:
+    from sagecli.config import Config
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MARKER = "export.json"
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What `sage export` was asked for."""
+
+    source: Path
+    format: str | None
+    out: Path | None
+    dtype: str | None
+    step: int | None
+    ema: bool
+    verify: bool
+    force: bool
+
+
+def export(request: ExportRequest, tell: Callable[[str], None]) -> Path:
+    """Write the folder, or nothing; returns it. `tell` is given what happens, a line each."""
+    set_verbosity_error()  # diffusers remarks on every change of dtype
+    source = checkpoint.find(request.source, request.step)
+    config = checkpoint.config_of(source)
+    kind = _format(request.format, config)
+    dtype_name = _dtype(request.dtype, config, kind)
+    out = request.out or Path("exports") / f"{source.parents[1].name}-{kind}"
+    _refuse(out, request.force)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        tell(f"{kind}, {dtype_name}, of {source}")
+        facts = {"format": kind, "dtype": dtype_name, "ema": request.ema, **checkpoint.progress(source)}
+        facts |= _write_and_check(config, source, request, kind, DTYPES[dtype_name], partial)
+        if request.verify:
+            tell(f"checked: loaded again it is the same but for {facts['difference']:.1e}")
+        _write_rest(config, source, facts, partial)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{out} could not be written ({error}); nothing was left there") from None
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
+    return out
+
+
+def _format(given: str | None, config: "Config") -> str:
+    trains = config.model.train
+    if given is None:
+        return "merged" if trains == "full" else "diffusers"
+    if given not in exportformats.FORMATS:
+        known = ", ".join(exportformats.FORMATS)
+        raise UserError(f"--format {given!r}: there are {known}{did_you_mean(given, exportformats.FORMATS)}")
+    if trains == "full" and given != "merged":
+        raise UserError(f"--format {given} holds a LoRA, but this run trained all weights: use --format merged")
+    return given
+
+
+def _dtype(given: str | None, config: "Config", kind: str) -> str:
+    """By default an adapter is stored as it was trained, in float32, and a whole model as the run computed."""
+    if given is None:
+        return "bf16" if kind == "merged" and config.model.dtype == "bfloat16" else "fp32"
+    name = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(given, given)
+    if name not in DTYPES:
+        raise UserError(f"--dtype {given!r}: there are {', '.join(DTYPES)}{did_you_mean(given, DTYPES)}")
+    return name
+
+
+def _refuse(out: Path, force: bool) -> None:
+    if out.is_file():
+        raise UserError(f"{out} is a file; an export needs a folder")
+    if out.exists() and any(out.iterdir()):
+        if not force:
+            raise UserError(f"{out} is not empty; name another folder with --out, or --force to replace it")
+        if not (out / MARKER).is_file():
+            raise UserError(
+                f"{out} holds something else than an export (it has no {MARKER}); --force does not replace it"
+            )
+
+
+def _write_and_check(
+    config: "Config", source: Path, request: ExportRequest, kind: str, dtype: torch.dtype, folder: Path
+) -> dict[str, Any]:
+    """Returns the transformer's class and the difference that the check found, None without a check."""
+    name = config.model.backbone
+    trained = _trained(config, source, request.ema)
+    named = kind in ("tencent", "comfyui")
+    expected = exportformats.velocities(trained) if request.verify and not named else None
+    exportformats.write(trained, name, kind, dtype, folder)
+    facts: dict[str, Any] = {"transformer": type(trained.module).__name__, "difference": None}
+    if request.verify and named:
+        facts["difference"] = exportformats.check_named(trained.module, name, kind, dtype, folder)
+    elif expected is not None:
+        del trained  # two large models need not be in memory at once
+        facts["difference"] = exportformats.check(_backbone(config, "frozen"), expected, kind, dtype, folder)
+    return facts
+
+
+def _backbone(config: "Config", train: str) -> Backbone:
+    """The run's model on the CPU in float32, whatever it trained on and in."""
+    plain = {"train": train, "dtype": "float32", "attention": "native", "gradient_checkpointing": False}
+    model = config.model.model_copy(update=plain)
+    backbone: Backbone = registry.load("backends", model.backbone)(model, torch.device("cpu"))
+    return backbone
+
+
+def _trained(config: "Config", source: Path, ema: bool) -> Backbone:
+    backbone = _backbone(config, config.model.train)
+    if ema and not config.optimizer.ema:
+        raise UserError("--ema: this run kept no moving average of its weights (optimizer.ema = 0)")
+    checkpoint.load_weights(trainable(backbone.module), source, "ema" if ema else None)
+    return backbone
+
+
+def _write_rest(config: "Config", source: Path, facts: dict[str, Any], folder: Path) -> None:
+    """The card, the configuration, what was measured, and how the folder was made."""
+    run = source.parents[1]
+    summary = run / "summary.json"
+    if summary.is_file() and json.loads(summary.read_text(encoding="utf-8"))["rounds"] == facts["round"]:
+        shutil.copyfile(summary, folder / "summary.json")
+    else:
+        rows = [row for row in read_jsonl(run / "evaluations.jsonl") if row["round"] <= facts["round"]]
+        write_text(folder / "summary.json", json.dumps({"evaluations": rows}, indent=1) + "\n")
+    write_text(folder / "config.toml", dump_config(config))
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file() and is_hub_id(config.model.path):  # peft itself, told of it, would ask the network
+        stated = json.loads(adapter.read_text(encoding="utf-8"))
+        write_text(adapter, json.dumps(stated | {"base_model_name_or_path": config.model.path}, indent=2) + "\n")
+    scores = read_jsonl(run / "evaluations" / round_name(0) / "scores.jsonl")
+    prompt = scores[0]["prompt"] if scores else exportformats.CHECK_PROMPT
+    write_card(folder, config, facts, prompt)
+    write_text(folder / MARKER, json.dumps(facts, indent=1) + "\n")

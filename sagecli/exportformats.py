@@ -1,0 +1,202 @@
+"""Trained weights in each format of `sage export`, and each format's own check.
+
+A check loads what was written with the library that will load it, into a fresh base model, and compares velocities on
+fixed inputs; the namings that no library here loads (tencent, comfyui) are checked by rebuilding from the file alone
+what is added to every layer's weight.
+"""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sagecli.backends import Backbone, VideoSize
+from sagecli.backends.original_names import Place, original_place
+from sagecli.errors import RunStopped, UserError
+
+FORMATS = ("diffusers", "peft", "merged", "tencent", "comfyui")
+ADAPTER = "default"
+LORA_FILE = "pytorch_lora_weights.safetensors"  # diffusers' own name
+METADATA_KEY = "lora_adapter_metadata"  # likewise
+CHECK_PROMPT = "a red ball rolls to the left"
+CHECK_SIZE = VideoSize(64, 64, 5)
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+"""Largest difference of velocities, relative to the largest velocity, that storing the weights may make."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """One layer's adapter: scale * up @ down is added to its weight."""
+
+    down: Tensor
+    """[r, in]."""
+    up: Tensor
+    """[out, r]."""
+    scale: float
+
+    @property
+    def delta(self) -> Tensor:
+        """What is added to the weight, [out, in]."""
+        return self.scale * (self.up.float() @ self.down.float())
+
+
+def loras(module: nn.Module, dtype: torch.dtype) -> dict[str, Lora]:
+    """The adapter of every layer that has one, by the layer's name."""
+    return {
+        name: Lora(
+            layer.lora_A[ADAPTER].weight.detach().to(dtype).contiguous(),
+            layer.lora_B[ADAPTER].weight.detach().to(dtype).contiguous(),
+            float(layer.scaling[ADAPTER]),
+        )
+        for name, layer in module.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+
+
+@torch.no_grad()
+def velocities(backbone: Backbone) -> Tensor:
+    """Velocities on fixed inputs, at much noise and at little."""
+    conditioning = backbone.encode([CHECK_PROMPT])[CHECK_PROMPT]
+    latents = backbone.initial_latents([0], CHECK_SIZE)
+    return torch.cat([backbone.velocity(latents, sigma, conditioning, 1.0) for sigma in (0.9, 0.3)])
+
+
+def write(backbone: Backbone, name: str, kind: str, dtype: torch.dtype, folder: Path) -> None:
+    """Write the backbone's weights in a format; name is the backbone's registered name. Its module may change."""
+    module: Any = backbone.module
+    if kind == "merged":
+        if hasattr(module, "peft_config"):
+            module.fuse_lora()
+            module.unload_lora()
+        module.to(dtype).save_pretrained(folder, max_shard_size="5GB")
+        return
+    if kind in ("tencent", "comfyui"):
+        _write_named(module, name, kind, dtype, folder)
+        return
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    config = module.peft_config[ADAPTER]
+    config.target_modules, config.exclude_modules = set(loras(module, dtype)), None  # by name, as every tool reads it
+    if kind == "diffusers":
+        module.save_lora_adapter(folder, adapter_name=ADAPTER, weight_name=LORA_FILE)
+        return
+    state = get_peft_model_state_dict(module, adapter_name=ADAPTER, save_embedding_layers=False)
+    save_file(
+        {f"base_model.model.{key}": value.contiguous() for key, value in state.items()},
+        folder / "adapter_model.safetensors",
+        {"format": "pt"},
+    )
+    config.save_pretrained(folder)
+
+
+def check(fresh: Backbone, expected: Tensor, kind: str, dtype: torch.dtype, folder: Path) -> float:
+    """Largest relative difference between expected velocities and those of a fresh base model with the export loaded.
+
+    RunStopped where it is more than storing in dtype explains.
+    """
+    module: Any = fresh.module
+    if kind == "diffusers":
+        module.load_lora_adapter(folder, weight_name=LORA_FILE, use_safetensors=True, prefix=None, adapter_name=ADAPTER)
+    elif kind == "peft":
+        PeftModel.from_pretrained(module, str(folder))
+    else:
+        module.load_state_dict(type(module).from_pretrained(folder).state_dict())
+    difference = float((velocities(fresh) - expected).abs().max() / expected.abs().max())
+    if not difference <= ROUNDING[dtype]:
+        raise RunStopped(
+            f"the {kind} export, loaded again, gives velocities that differ by {difference:.1e} of their size"
+        )
+    return difference
+
+
+def _write_named(module: nn.Module, name: str, naming: str, dtype: torch.dtype, folder: Path) -> None:
+    """The adapter under another repository's names."""
+    groups = _placed(loras(module, dtype), name, naming)
+    tensors: dict[str, Tensor] = {}
+    for layer, parts in groups.items():
+        lora = _stacked(parts)
+        prefix = f"diffusion_model.{layer}" if naming == "comfyui" else layer
+        tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = lora.down, lora.up
+        if naming == "comfyui":
+            tensors[f"{prefix}.alpha"] = torch.tensor(lora.scale * len(lora.down))
+    if naming == "comfyui":
+        save_file(tensors, folder / "lora_comfyui.safetensors", {"format": "pt"})
+        return
+    first = next(iter(loras(module, dtype).values()))
+    rank = len(first.down)
+    metadata = {"r": rank, "lora_alpha": first.scale * rank, "target_modules": sorted(groups), "peft_type": "LORA"}
+    save_file(tensors, folder / LORA_FILE, {"format": "pt", METADATA_KEY: json.dumps(metadata)})
+
+
+def _placed(layers: dict[str, Lora], name: str, naming: str) -> dict[str, dict[Place, Lora]]:
+    """Adapters by the other naming's layer; UserError for one that it has no name for."""
+    groups: dict[str, dict[Place, Lora]] = defaultdict(dict)
+    for layer, lora in layers.items():
+        place = original_place(name, naming, layer)
+        if place is None:
+            raise UserError(
+                f"--format {naming} has no name for {layer} of a {name} model; use diffusers, peft or merged"
+            )
+        groups[place.layer][place] = lora
+    return groups
+
+
+def _stacked(parts: dict[Place, Lora]) -> Lora:
+    """One adapter of a fused layer: the downs stacked, the ups block by block on the diagonal. Exact, of rank 3 r."""
+    if next(iter(parts)).parts == 1:
+        return next(iter(parts.values()))
+    rows, rank = next(iter(parts.values())).up.shape
+    place = next(iter(parts))
+    up = torch.zeros(rows * place.parts, rank * len(parts), dtype=next(iter(parts.values())).up.dtype)
+    ordered = sorted(parts.items(), key=lambda item: item[0].part)
+    for column, (where, lora) in enumerate(ordered):
+        up[where.part * rows : (where.part + 1) * rows, column * rank : (column + 1) * rank] = lora.up
+    return Lora(torch.cat([lora.down for _, lora in ordered]), up, ordered[0][1].scale)
+
+
+def check_named(module: nn.Module, name: str, naming: str, dtype: torch.dtype, folder: Path) -> float:
+    """Largest difference, relative to the largest entry, between what the file adds to a weight and what the run added.
+
+    RunStopped where it is more than storing in dtype explains, or where the file has more or fewer layers.
+    """
+    stored = _read_named(folder / ("lora_comfyui.safetensors" if naming == "comfyui" else LORA_FILE), naming)
+    expected = _placed(loras(module, torch.float32), name, naming)
+    largest, scale = 0.0, 1e-30
+    for layer, parts in expected.items():
+        delta = stored.pop(layer)
+        rows = delta.chunk(next(iter(parts)).parts)
+        for number, part in enumerate(rows):
+            own = [lora.delta for place, lora in parts.items() if place.part == number]
+            wanted = own[0] if own else torch.zeros_like(part)
+            largest = max(largest, float((part - wanted).abs().max()))
+            scale = max(scale, float(wanted.abs().max()))
+    if stored or not largest / scale <= ROUNDING[dtype]:
+        raise RunStopped(f"the {naming} export, read again, adds other weights: they differ by {largest / scale:.1e}")
+    return largest / scale
+
+
+def _read_named(file: Path, naming: str) -> dict[str, Tensor]:
+    """What a file adds to the weight of each layer."""
+    with safe_open(file, "pt") as stored:
+        metadata = stored.metadata()
+    tensors = {key: value.float() for key, value in load_file(file).items()}
+    deltas = {}
+    for key in (key for key in tensors if key.endswith(".lora_A.weight")):
+        layer = key.removesuffix(".lora_A.weight")
+        down, up = tensors[key], tensors[f"{layer}.lora_B.weight"]
+        if naming == "comfyui":
+            alpha = float(tensors[f"{layer}.alpha"])
+        else:
+            alpha = json.loads(metadata[METADATA_KEY])["lora_alpha"]
+        deltas[layer.removeprefix("diffusion_model.")] = alpha / len(down) * up @ down
+    return deltas
