@@ -138,6 +138,27 @@ def test_strategies_hold_lora_and_full_to_the_same_policies(random_pipeline, str
     assert learner.update == 4
 
 
+@pytest.mark.parametrize("equalizer", ["velocity", "mean", "off"])
+def test_the_diagnosis_measures_each_steps_gradient_before_and_after_the_equalizer(random_pipeline, equalizer):
+    config = make_config(
+        random_pipeline, objective={"equalizer": equalizer}, train={"diagnose_every": 1}, sampler={"steps": 6}
+    )
+    _, updates = run(config, rounds=1)
+    rows = updates[0]["step_gradients"]
+    table = round_sampling(config, 0).table
+    assert [row["step"] for row in rows] == table.trained_steps
+    predicted = [float(table.b[step].abs() / table.std[step]) for step in table.trained_steps]
+    before = [row["before"] for row in rows]
+    factors = [value / size for value, size in zip(before, predicted, strict=True)]
+    # N = |b| / std up to one common factor, but for the noise that happened to be drawn in each step
+    assert max(factors) / min(factors) < 1.3 < max(predicted) / min(predicted)
+    weights = [float(table.equalizer[step]) for step in table.trained_steps]
+    after = [value * weight for value, weight in zip(before, weights, strict=True)]
+    assert [row["after"] for row in rows] == pytest.approx(after, rel=1e-5)
+    if equalizer == "velocity":
+        assert max(after) / min(after) < 1.3
+
+
 def test_the_diagnosis_sees_the_anchor_and_changes_nothing(random_pipeline):
     def train(diagnose_every: int) -> tuple[Learner, list[dict[str, Any]]]:
         region = {"strategy": "moving", "anchor_every": 2, "lambda_kl": {"kind": "constant", "value": 5.0}}

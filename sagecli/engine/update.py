@@ -80,6 +80,8 @@ class Totals:
     """Sums over the (used sample, trained step) pairs of an update; tensors, so that nothing waits for the device."""
 
     pairs: int
+    step_squares: dict[int, Tensor | float]
+    """Trained step -> sum of squares of the policy loss's gradient in the velocity; empty where it is not wanted."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     ratio_error: Tensor = field(default_factory=lambda: torch.zeros(()))
     """Largest |ratio - 1|."""
@@ -88,6 +90,21 @@ class Totals:
         """Add the sum of values, without gradient."""
         total = values.detach().sum()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def add_step_gradient(self, step: int, loss: Tensor, velocity: Tensor) -> None:
+        """Add the gradient of losses [m] in the velocity, which needs no pass through the model."""
+        if self.step_squares and velocity.requires_grad:
+            (gradient,) = torch.autograd.grad(loss.sum(), velocity, retain_graph=True)
+            self.step_squares[step] += gradient.square().sum()
+
+    def step_gradients(self, table: sampler.Table) -> list[dict[str, float]]:
+        """Each trained step with the norm of that gradient, before and after the equalizer."""
+        rows = []
+        for step, square in self.step_squares.items():
+            norm = float(square) ** 0.5
+            place = {"step": step, "sigma": float(table.sigma[step])}
+            rows.append(place | {"before": norm / float(table.equalizer[step]), "after": norm})
+        return rows
 
     def means(self) -> dict[str, float]:
         """The means over the pairs, as numbers."""
@@ -107,8 +124,9 @@ def update_policy(
     pairs = int(sum(batch.weight.sum() for batch in batches)) * len(steps)
     references = remembered_velocities(learner, backbone, batches, sampling, tick)
     every = learner.config.train.diagnose_every
-    gradients = Gradients(list(learner.parameters.values()), apart=every > 0 and (learner.update + 1) % every == 0)
-    totals = Totals(pairs)
+    diagnosed = every > 0 and (learner.update + 1) % every == 0
+    gradients = Gradients(list(learner.parameters.values()), diagnosed)
+    totals = Totals(pairs, dict.fromkeys(steps, 0.0) if diagnosed else {})
     for index, batch in enumerate(batches):
         for place, step in enumerate(steps):
             tick()
@@ -122,6 +140,8 @@ def update_policy(
                 kl = kl + beta * values.sum()
             gradients.add(policy / pairs, lambda_kl * kl / pairs)
     metrics |= totals.means() | gradients.norms() | {"ratio_error": float(totals.ratio_error)}
+    if diagnosed:
+        metrics["step_gradients"] = totals.step_gradients(sampling.table)
     norm = nn.utils.clip_grad_norm_(list(learner.parameters.values()), learner.config.optimizer.grad_clip)
     if not norm.isfinite():
         raise RunStopped(f"the gradient of update {learner.update + 1} is {float(norm)}; it was not applied")
@@ -170,6 +190,7 @@ def policy_term(
     loss = loss * batch.weight * float(sampling.table.equalizer[step])
     error = (ratio.detach() - 1).abs() * batch.weight
     totals.add("policy_loss", loss)
+    totals.add_step_gradient(step, loss, velocity)
     totals.add("ratio", ratio * batch.weight)
     totals.add("clipped", (error > config.objective.clip_range).float())
     totals.ratio_error = torch.maximum(totals.ratio_error.to(error.device), error.max())
