@@ -210,5 +210,16 @@ def export(
     console.print(f"exported to {folder}; its README.md says how to load it", soft_wrap=True)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or not.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the page; a single run's own by default.")] = None,
+) -> None:
+    """Write one page on runs: curves, videos before and after, settings; it works without a network."""
+    from sagecli.report import report_runs
+
+    _console().print(f"the page is {report_runs(runs, out)}", soft_wrap=True)
+
+
 if __name__ == "__main__":
     main()
