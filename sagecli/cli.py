@@ -221,5 +221,25 @@ def report(
     _console().print(f"the page is {report_runs(runs, out)}", soft_wrap=True)
 
 
+@app.command()
+def ablate(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE.toml", help="A packaged grid, or one of your own.")],
+    preset: Annotated[str, typer.Option(help="A preset's name or a .toml file.")] = "quickstart",
+    set_: SetOption = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Training seeds a cell; the grid's own by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs; ablations/NAME-PRESET by default.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs side by side; one a GPU, or a core, by default.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and how long they would take.")] = False,
+) -> None:
+    """Train every cell of a grid and compare them: a table, figures and a page. The same command again goes on."""
+    from sagecli.ablation.command import AblateRequest
+    from sagecli.ablation.command import ablate as run_grid
+
+    request = AblateRequest(name, preset, set_ or [], seeds, out, jobs, dry_run)
+    raise typer.Exit(run_grid(_console(), request))
+
+
 if __name__ == "__main__":
     main()

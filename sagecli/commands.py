@@ -41,7 +41,7 @@ def start_training(console: Console, preset: str, overrides: list[str], path: Pa
     config = load_config(preset, overrides)
     run = RunDir(path or Path("runs") / f"{Path(preset).stem}-{stamp()}")
     run.refuse_used()
-    preflight.require(_missing(config), f"training with {preset!r}")
+    preflight.require(missing_for_run(config), f"training with {preset!r}")
     with TrainDisplay(console, config) as display:
         training = Training(config, run, display)
         run.create(config)
@@ -51,14 +51,15 @@ def start_training(console: Console, preset: str, overrides: list[str], path: Pa
 def continue_training(console: Console, path: Path) -> None:
     """An interrupted run, from its latest checkpoint."""
     run, config = RunDir.open(path)
-    preflight.require(_missing(config), f"the run {path}")
+    preflight.require(missing_for_run(config), f"the run {path}")
     with TrainDisplay(console, config) as display:
         training = Training(config, run, display)
         console.print(note(f"resumed after round {training.resume()}"))
         _train(console, training)
 
 
-def _missing(config: "Config") -> list[str]:
+def missing_for_run(config: "Config") -> list[str]:
+    """What the model and the rewards of a run lack here."""
     return preflight.missing_for_model(config) + missing_rewards(config.reward.models)
 
 
@@ -79,9 +80,12 @@ def _train(console: Console, training: Training) -> None:
         raise SystemExit(error.exit_code) from None
     console.print(summary_table(summary))
     show_warnings(console, training.score.warnings)
-    console.print(
-        f"before and after: {folder / 'before-after.png'}\nweights: {folder / 'checkpoints' / 'latest'}", soft_wrap=True
-    )
+    for what, path in (
+        ("the page", "report.html"),
+        ("before and after", "before-after.png"),
+        ("weights", "checkpoints/latest"),
+    ):
+        console.print(f"{what}: {folder / path}", soft_wrap=True)
     console.print(note(f"videos of the trained model: sage rollout --adapter {folder} --prompts FILE"), soft_wrap=True)
 
 

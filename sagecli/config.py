@@ -227,6 +227,12 @@ class TrainConfig(Section):
     """Rollout videos written to the run folder each round."""
     diagnose_every: Annotated[int, Field(ge=0)] = 10
     """Updates between measurements of the policy loss's and the KL's gradient norms apart; 0 never."""
+    report_every: Annotated[int, Field(ge=0)] = 0
+    """Updates between writings of the run's page; 0 writes it at the end only."""
+    tensorboard: Literal["auto", "on", "off"] = "auto"
+    """Write TensorBoard events into the run folder; auto: where the tensorboard package is installed."""
+    wandb: bool = False
+    """Send the numbers to Weights & Biases."""
 
 
 class EvalConfig(Section):

@@ -6,6 +6,7 @@
     rollouts/round-N/    a few videos of the round, and their scores
     checkpoints/         round-N folders, complete or absent; `latest` names the newest
     summary.json, before-after.png
+    report.html          the run's page, with report_files/; tensorboard/ holds events for TensorBoard
 
 Every file is complete or absent, but for the two .jsonl, which a kill can leave with a broken last line: it is dropped
 when the run is resumed.

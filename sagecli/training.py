@@ -14,9 +14,11 @@ from sagecli.engine.update import Learner
 from sagecli.errors import RunStopped, UserError
 from sagecli.interrupt import Interrupted, stop_request
 from sagecli.prompts import read_prompts
+from sagecli.report import report_runs
 from sagecli.rundir import RunDir, append_jsonl, read_jsonl, round_name, write_jsonl, write_text
 from sagecli.scoring import Scorer, check_weights, make_rewards
 from sagecli.summary import Rows, means, sample_rows, summarize
+from sagecli.trackers import Trackers
 
 if TYPE_CHECKING:
     from sagecli.config import Config, ModelConfig
@@ -72,6 +74,7 @@ class Training:
         self.backbone = build_backbone(config.model, self.prompts + self.heldout)
         self.score = Scorer.loaded(config.reward.models, config.video.fps, config.reward.timeout)
         self.learner = Learner(config, self.backbone)
+        self.trackers = Trackers(config, run.path)
 
     def resume(self) -> int:
         """Go back to the latest checkpoint, if there is one; returns the rounds that it has behind it."""
@@ -95,7 +98,11 @@ class Training:
             except (Interrupted, RunStopped):
                 self._save()
                 raise
-        return self._summarize()
+            finally:
+                self.trackers.finish()
+        summary = self._summarize()
+        report_runs([self.run.path], None)
+        return summary
 
     def _loop(self, tick: Tick) -> None:
         while True:
@@ -106,8 +113,12 @@ class Training:
             self._keep_rollouts(done)
             for metrics in done.updates:
                 append_jsonl(self.run.metrics, metrics)
+                self.trackers.log("train", metrics)
             if self.learner.round % self.config.train.save_every == 0:
                 self._save()
+            every = self.config.train.report_every
+            if every and any(metrics["update"] % every == 0 for metrics in done.updates):
+                report_runs([self.run.path], None)
             self.watcher.round_done(done)
         self._save()
 
@@ -144,6 +155,7 @@ class Training:
         evaluation = {"round": self.learner.round, "update": self.learner.update, "failed": failed} | means(rows)
         evaluation["evaluate_seconds"] = time.perf_counter() - started
         append_jsonl(self.run.evaluations, evaluation)
+        self.trackers.log("heldout", evaluation)
         self.watcher.evaluated(evaluation)
 
     def _keep_rollouts(self, done: Round) -> None:

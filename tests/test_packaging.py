@@ -55,7 +55,11 @@ def test_wheel_holds_every_module_and_all_data(wheel: list[str]) -> None:
     expected = {"sagecli/py.typed"}
     for package, folder in FOLDERS.items():
         inside = package.replace(".", "/")
-        data = [path for pattern in ("tiny/**/*", "*.toml", "prompts/*.txt") for path in (ROOT / folder).glob(pattern)]
+        data = [
+            path
+            for pattern in ("tiny/**/*", "*.toml", "ablations/*.toml", "prompts/*.txt", "**/*.j2")
+            for path in (ROOT / folder).glob(pattern)
+        ]
         files = [path for path in (*(ROOT / folder).rglob("*.py"), *data) if path.is_file()]
         expected |= {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in files}
     assert {"sagecli/presets/quickstart.toml", "sagecli/presets/prompts/shapes-train.txt"} <= expected

@@ -36,7 +36,7 @@ def write_page(groups: Sequence[Group], folder: Path, title: str, tables: Sequen
         ],
         tables=tables,
         charts=charts,
-        figures=figures.replace("</", "<\\/"),
+        figures=figures.replace("<", "\\u003c"),
         videos=[_videos(group, files) for group in groups],
         sheets=[sheet for group in groups for run in group.runs for sheet in _sheets(run.path, run.name, files)],
         settings=_settings(groups),
