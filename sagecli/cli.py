@@ -73,28 +73,20 @@ def presets(name: Annotated[str | None, typer.Argument(help="Print this preset's
 
 @app.command()
 def inspect(
+    what: Annotated[str, typer.Argument(help="table, std, gradients or quality.")] = "table",
     preset: Annotated[str, typer.Option(help="A preset's name or a .toml file.")] = "quickstart",
     set_: SetOption = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
-    figure: Annotated[Path | None, typer.Option(help="Also draw them into this picture file.")] = None,
+    figure: Annotated[list[Path] | None, typer.Option(help="Also draw them: .png, .svg, ...; may be repeated.")] = None,
 ) -> None:
-    """Show the sampler's table: sigma, the mean's a and b, std and equalizer weight of every step."""
-    import json
+    """Show the sampler's table (sigma, a, b, std, equalizer of every step), or what needs no training.
 
-    from sagecli import inspecting
-    from sagecli.engine.sampler import build_table
-    from sagecli.loading import load_config
+    std: every SDE's std of each step. gradients: of each step's log-probability, by autograd against the prediction.
+    quality: the reward of SDE rollouts against ODE rollouts from the same noise.
+    """
+    from sagecli.inspection import inspect_run
 
-    config = load_config(preset, set_ or [])
-    table = build_table(config.sampler, config.objective.equalizer, 0, config.train.seed)
-    sampler = config.sampler
-    title = f"{sampler.sde}, eta {sampler.eta:g}, {sampler.steps} steps, shift {sampler.shift:g}"
-    if figure is not None:
-        inspecting.write_figure(table, title, figure)
-    if json_:
-        print(json.dumps(inspecting.rows(table), indent=1))
-    else:
-        _console().print(inspecting.terminal_table(table, title))
+    inspect_run(_console(), what, preset, set_ or [], json_, figure or [])
 
 
 @app.command()
