@@ -112,7 +112,9 @@ def train(
 @app.command()
 def rollout(
     prompts: Annotated[Path, typer.Option(help="Prompt file: one a line, .jsonl or .csv.")],
-    sde: Annotated[str | None, typer.Option(help="precise, dance, flow, cps, exact or ode.")] = None,
+    sde: Annotated[
+        str | None, typer.Option(help="precise, dance, flow, cps, exact or ode; it acts in sampler.sde_steps.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="A preset's name or a .toml file.")] = None,
     model: Annotated[str | None, typer.Option(help='Hub id, folder, or "tiny" for the embedded model.')] = None,
     adapter: Annotated[Path | None, typer.Option(help="Trained weights: a run or one of its checkpoints.")] = None,

@@ -43,10 +43,12 @@ class Request:
 def rollout_config(request: Request) -> "Config":
     """The configuration of a rollout: the preset's, else that of the adapter's run, else the model's own preset."""
     implied = []
-    if request.sde:  # asked for by name, in every step, whatever part of them a run trains
-        implied += [f"sampler.sde={request.sde}", "sampler.sde_steps=all"]
-        if request.sde != "cps":
-            implied.append("sampler.log_prob=gaussian")
+    if request.sde:
+        implied.append(f"sampler.sde={request.sde}")
+    if request.sde == "ode":
+        implied.append("sampler.sde_steps=all")
+    if request.sde not in (None, "cps"):
+        implied.append("sampler.log_prob=gaussian")
     if request.adapter is None:
         source = request.preset or ("quickstart" if request.model == "tiny" else DEFAULT_PRESET)
         implied.append("model.train=frozen")
