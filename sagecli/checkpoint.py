@@ -4,7 +4,7 @@
     weights.safetensors   the trained weights (the adapter, or the whole transformer), by the model's own names
     policies.safetensors  every remembered policy, as POLICY/NAME
     optimizer.pt          the optimizers' states
-    state.json            round, update, lambda_kl
+    state.json            round, update, lambda_kl, updates skipped in a row
     manifest.json         size and sha256 of the others
 
 There is no generator to store: random numbers are named, not drawn in order (engine/noise.py).
@@ -61,6 +61,7 @@ def _write(learner: Learner, folder: Path) -> None:
     save_file(remembered, folder / "policies.safetensors")
     torch.save([optimizer.state_dict() for optimizer in learner.optimizers], folder / "optimizer.pt")
     state = {"round": learner.round, "update": learner.update, "lambda_kl": learner.trust_region.lambda_kl}
+    state["not_finite"] = learner.not_finite
     write_text(folder / "state.json", json.dumps(state) + "\n")
     write_text(folder / "config.toml", dump_config(learner.config))
     manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
@@ -77,6 +78,12 @@ def _point_latest(checkpoints: Path, target: str) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def latest(run: Path) -> Path | None:
+    """The newest checkpoint of a run; None where it has none yet."""
+    link = run / "checkpoints" / LATEST
+    return link.resolve() if (link / "manifest.json").is_file() else None
 
 
 def find(path: Path, round: int | None = None) -> Path:
@@ -103,14 +110,26 @@ def fingerprint(folder: Path) -> str:
 
 
 def check(folder: Path) -> None:
-    """UserError where a file of the checkpoint is missing, cut short or changed."""
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    """UserError, offering an earlier one that is whole, where a file is missing, cut short or changed."""
+    if problem := _problem(folder):
+        earlier = [one for one in sorted(folder.parent.glob("round-*")) if one.name < folder.name and not _problem(one)]
+        offer = f"; the one before it is whole: name {earlier[-1]} instead" if earlier else ""
+        raise UserError(f"the checkpoint {folder} is {problem}{offer}")
+
+
+def _problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "incomplete: manifest.json is missing or cut short"
     for name, stated in manifest.items():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"the checkpoint {folder} is incomplete: {name} is missing")
+            return f"incomplete: {name} is missing"
         if path.stat().st_size != stated["bytes"] or _sha256(path) != stated["sha256"]:
-            raise UserError(f"the checkpoint {folder} is damaged: {name} is not what was written")
+            return f"damaged: {name} is not what was written"
+    return None
 
 
 def restore(learner: Learner, folder: Path) -> None:
@@ -124,7 +143,16 @@ def restore(learner: Learner, folder: Path) -> None:
         optimizer.load_state_dict(state)
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     learner.round, learner.update = state["round"], state["update"]
-    learner.trust_region.lambda_kl = state["lambda_kl"]
+    learner.trust_region.lambda_kl, learner.not_finite = state["lambda_kl"], state["not_finite"]
+
+
+def rewind(checkpoints: Path, saved: Path) -> None:
+    """Make it the run's latest: later ones, which a resumed run writes again, are removed."""
+    if saved.resolve().parent == checkpoints.resolve():
+        for later in checkpoints.glob("round-*"):
+            if later.name > saved.name:
+                shutil.rmtree(later)
+        _point_latest(checkpoints, saved.name)
 
 
 def config_of(folder: Path) -> Config:

@@ -94,19 +94,26 @@ def train(
     preset: Annotated[str, typer.Option(help="A preset's name or a .toml file.")] = "quickstart",
     set_: SetOption = None,
     run: Annotated[Path | None, typer.Option(help="Run folder; runs/PRESET-TIME by default.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue this run folder exactly.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN|CHECKPOINT", help="Continue this run exactly, or from its checkpoint.")
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="With --resume: config.toml may change this key.")
+    ] = None,
 ) -> None:
     """Train a model: rollouts, rewards, updates; evaluations and checkpoints on the way."""
     from sagecli.commands import continue_training, start_training
 
     if resume is None:
+        if override:
+            raise UserError("--override names what a resumed run may change; it goes with --resume")
         start_training(_console(), preset, set_ or [], run)
         return
     given = {"--set": set_, "--run": run, "--preset": None if preset == "quickstart" else preset}
     for option, value in given.items():
         if value is not None:
             raise UserError(f"--resume continues a run with its own configuration; leave out {option}")
-    continue_training(_console(), resume)
+    continue_training(_console(), resume, override or [])
 
 
 @app.command()

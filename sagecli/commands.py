@@ -4,11 +4,14 @@ import hashlib
 import json
 import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tomli_w
+import torch
 from rich.console import Console
 
 from sagecli import checkpoint, preflight
@@ -21,6 +24,7 @@ from sagecli.loading import dump_config, load_config
 from sagecli.prompts import Prompt, read_prompts
 from sagecli.rundir import RunDir, fresh_folder, write_text
 from sagecli.sampling import Request, Rollouts, prompt_group, rollout_config
+from sagecli.scorefile import flat
 from sagecli.scoring import Scorer, make_rewards, missing_rewards
 from sagecli.training import Training, build_backbone
 
@@ -42,20 +46,59 @@ def start_training(console: Console, preset: str, overrides: list[str], path: Pa
     run = RunDir(path or Path("runs") / f"{Path(preset).stem}-{stamp()}")
     run.refuse_used()
     preflight.require(missing_for_run(config), f"training with {preset!r}")
-    with TrainDisplay(console, config) as display:
+    with TrainDisplay(console, config) as display, enough_memory(config):
         training = Training(config, run, display)
-        run.create(config)
+        with run.lock():
+            run.create(config)
+            _train(console, training)
+
+
+def continue_training(console: Console, path: Path, changed: list[str]) -> None:
+    """An interrupted run, from its latest checkpoint, or from the checkpoint that the path names.
+
+    changed: keys of config.toml that may differ from the checkpoint's.
+    """
+    named = path if (path / "manifest.json").is_file() else None
+    run, config = RunDir.open(path.resolve().parents[1] if named else path)
+    preflight.require(missing_for_run(config), f"the run {run.path}")
+    with run.lock(), TrainDisplay(console, config) as display, enough_memory(config):
+        saved = named or checkpoint.latest(run.path)
+        if saved is not None:
+            checkpoint.check(saved)
+            refuse_changes(config, checkpoint.config_of(saved), changed)
+        training = Training(config, run, display)
+        console.print(note(f"resumed after round {training.resume(saved)}"))
         _train(console, training)
 
 
-def continue_training(console: Console, path: Path) -> None:
-    """An interrupted run, from its latest checkpoint."""
-    run, config = RunDir.open(path)
-    preflight.require(missing_for_run(config), f"the run {path}")
-    with TrainDisplay(console, config) as display:
-        training = Training(config, run, display)
-        console.print(note(f"resumed after round {training.resume()}"))
-        _train(console, training)
+@contextmanager
+def enough_memory(config: "Config") -> Iterator[None]:
+    """Running out of GPU memory becomes a sentence that names the keys to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        video, model, first = config.video, config.model, str(error).splitlines()[0]
+        raise RunStopped(
+            f"out of GPU memory ({first}). Lower train.micro_batch (now {config.train.micro_batch}) or video.frames, "
+            f"height or width (now {video.frames}, {video.height}, {video.width}); or set "
+            f"model.gradient_checkpointing (now {model.gradient_checkpointing}), model.vae_tiling (now "
+            f"{model.vae_tiling}) or a reward's offload to true; model.train = 'lora' needs far less than 'full'"
+        ) from None
+
+
+def refuse_changes(config: "Config", saved: "Config", allowed: list[str]) -> None:
+    """UserError that lists what a configuration changes against a checkpoint's, unless it is allowed by name."""
+    now, before = (flat(one.model_dump(exclude={"train": {"prompts"}, "eval": {"prompts"}})) for one in (config, saved))
+    differing = [key for key in sorted({*now, *before}) if now.get(key) != before.get(key)]
+    for key in allowed:
+        if key not in differing:
+            raise UserError(f"--override {key}: it does not differ from the checkpoint's; what differs: {differing}")
+    if forbidden := [key for key in differing if key not in allowed]:
+        changes = "; ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in forbidden)
+        options = " ".join(f"--override {key}" for key in forbidden)
+        raise UserError(
+            f"the run's config.toml differs from its checkpoint's: {changes}. Where this is meant, add {options}"
+        )
 
 
 def missing_for_run(config: "Config") -> list[str]:
@@ -92,11 +135,13 @@ def _train(console: Console, training: Training) -> None:
 def _stopped(training: Training, by_itself: bool) -> str:
     """What is saved, and how to go on."""
     folder = training.run.path
-    saved = checkpoint.find(folder).name if (training.run.checkpoints / checkpoint.LATEST).exists() else "the start"
+    latest = checkpoint.latest(folder)
+    saved = "the start" if latest is None else latest.name
     change = f" when {folder / 'config.toml'} has what keeps it from stopping there again" if by_itself else ""
+    override = " --override CHANGED.KEY" if by_itself else ""
     return (
         f"stopped after round {training.learner.round}; saved up to {saved}. Go on{change} with:\n"
-        f"  sage train --resume {shlex.quote(str(folder))}"
+        f"  sage train --resume {shlex.quote(str(folder))}{override}"
     )
 
 

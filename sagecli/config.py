@@ -202,6 +202,8 @@ class OptimizerConfig(Section):
     grad_clip: Positive = 1.0
     warmup: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly to lr."""
+    max_skipped: Annotated[int, Field(ge=0)] = 2
+    """Updates in a row that may be skipped because their gradient is not finite; one more stops the run."""
     ema: Decay = 0.0
     """Decay of a moving average of the weights, which evaluations then use and `sage export --ema` offers; 0: none."""
     muon: MuonConfig = MuonConfig()

@@ -108,6 +108,8 @@ class TrainDisplay:
                 f"dropped {metrics['dropped_groups']} groups",
             )
         )
+        if metrics.get("not_finite"):
+            rows.append(("update", "skipped: its gradient is not finite"))
         if not metrics["skipped"]:
             rows.append(
                 (

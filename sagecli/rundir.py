@@ -6,16 +6,20 @@
     rollouts/round-N/    a few videos of the round, and their scores
     checkpoints/         round-N folders, complete or absent; `latest` names the newest
     summary.json, before-after.png
+    lock                 held by the process that trains here; names it
     report.html          the run's page, with report_files/; tensorboard/ holds events for TensorBoard
 
 Every file is complete or absent, but for the two .jsonl, which a kill can leave with a broken last line: it is dropped
 when the run is resumed.
 """
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +100,21 @@ class RunDir:
         """Make the folder, with the configuration and the prompt files it names."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.path / "config.toml", dump_config(self._with_own_prompts(config)))
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for this process, however it ends; UserError, naming the other, where one holds it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise UserError(f"{self.path} is being trained already, by {file.read().strip()}") from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            yield
 
     @classmethod
     def open(cls, path: Path) -> tuple["RunDir", Config]:

@@ -2,9 +2,12 @@
 
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
 
 from sagecli import checkpoint, media, preflight, registry
 from sagecli.backends import Backbone
@@ -76,10 +79,11 @@ class Training:
         self.learner = Learner(config, self.backbone)
         self.trackers = Trackers(config, run.path)
 
-    def resume(self) -> int:
-        """Go back to the latest checkpoint, if there is one; returns the rounds that it has behind it."""
-        if (self.run.checkpoints / checkpoint.LATEST).exists():
-            checkpoint.restore(self.learner, checkpoint.find(self.run.path))
+    def resume(self, saved: Path | None) -> int:
+        """Go back to a checkpoint, or to the start without one; returns the rounds that it has behind it."""
+        if saved is not None:
+            checkpoint.restore(self.learner, saved)
+            checkpoint.rewind(self.run.checkpoints, saved)
         self.run.rewind(self.learner.round)
         for first in read_jsonl(self.run.evaluations)[:1]:
             self.watcher.resumed(self.learner.round, first)
@@ -95,7 +99,7 @@ class Training:
 
             try:
                 self._loop(tick)
-            except (Interrupted, RunStopped):
+            except (Interrupted, RunStopped, torch.OutOfMemoryError):
                 self._save()
                 raise
             finally:
@@ -127,7 +131,13 @@ class Training:
         latest = self.run.checkpoints / checkpoint.LATEST
         saved = latest.exists() and latest.resolve().name == round_name(self.learner.round)
         if self.learner.between_rounds and not saved:
-            checkpoint.save(self.learner, self.run.checkpoints, self.config.train.keep)
+            try:
+                checkpoint.save(self.learner, self.run.checkpoints, self.config.train.keep)
+            except (OSError, SafetensorError, RuntimeError) as error:  # torch's own writer raises RuntimeError
+                name = round_name(self.learner.round)
+                raise RunStopped(
+                    f"the checkpoint {name} could not be written ({error}); earlier ones are whole"
+                ) from None
 
     def _evaluate_if_due(self, tick: Tick) -> None:
         round, rounds, every = self.learner.round, self.config.train.rounds, self.config.train.eval_every

@@ -271,24 +271,55 @@ def test_a_window_of_nothing_but_ode_steps_changes_nothing(random_pipeline):
     assert (learner.update, learner.round) == (3, 4)
 
 
-@pytest.mark.parametrize("bad_update", [1, 2])
-def test_a_gradient_that_is_no_number_is_not_applied(random_pipeline, monkeypatch, bad_update):
-    config = make_config(random_pipeline, objective={"updates_per_round": 2}, train={"group_size": 2})
+@pytest.mark.parametrize("max_skipped", [0, 1])
+@pytest.mark.parametrize("first_bad", [1, 2])
+def test_gradients_that_are_no_numbers_are_skipped_counted_and_at_last_stop_the_run(
+    random_pipeline, monkeypatch, max_skipped, first_bad
+):
+    config = make_config(
+        random_pipeline,
+        objective={"updates_per_round": 2},
+        train={"group_size": 2},
+        optimizer={"lr": 1e-2, "max_skipped": max_skipped},
+    )
     backbone = make_backbone(config)
     learner = Learner(config, backbone)
     velocity = backbone.velocity
 
     def spoiled(*arguments: Any) -> Tensor:
-        spoils = torch.is_grad_enabled() and learner.update == bad_update - 1
+        spoils = torch.is_grad_enabled() and learner.update == first_bad - 1
         return velocity(*arguments) * (math.nan if spoils else 1)
 
     monkeypatch.setattr(backbone, "velocity", spoiled)
-    with pytest.raises(RunStopped, match=f"gradient of update {bad_update} is nan; it was not applied"):
-        train_round(learner, backbone, brightness, PROMPTS, no_tick)
-    assert learner.between_rounds == (bad_update == 1)
+    updates: list[dict[str, Any]] = []
+
+    def train() -> None:
+        for _ in range(3):
+            updates[:] = train_round(learner, backbone, brightness, PROMPTS, no_tick).updates
+
+    with pytest.raises(RunStopped, match=rf"{max_skipped + 1} updates in a row are not finite \(the last is nan\)"):
+        train()
+    assert learner.update == first_bad - 1
+    if max_skipped and first_bad == 2:  # the first round had one good update and one that was skipped
+        assert [metrics.get("not_finite", False) for metrics in updates] == [False, True]
     for parameter, previous in zip(learner.parameters.values(), learner.trust_region.policies["previous"], strict=True):
         assert parameter.isfinite().all()
-        assert torch.equal(parameter, previous) == (bad_update == 1)
+        assert torch.equal(parameter, previous) == (first_bad == 1)
+
+
+def test_one_good_update_ends_the_count(random_pipeline, monkeypatch):
+    config = make_config(random_pipeline, optimizer={"lr": 1e-2, "max_skipped": 1})
+    backbone = make_backbone(config)
+    learner = Learner(config, backbone)
+    velocity = backbone.velocity
+
+    def spoiled(*arguments: Any) -> Tensor:
+        return velocity(*arguments) * (math.nan if torch.is_grad_enabled() and learner.round % 2 else 1)
+
+    monkeypatch.setattr(backbone, "velocity", spoiled)
+    updates = [train_round(learner, backbone, brightness, PROMPTS, no_tick).updates[0] for _ in range(6)]
+    assert [metrics["skipped"] for metrics in updates] == [False, True] * 3
+    assert (learner.update, learner.not_finite) == (3, 1)
 
 
 def test_a_round_that_nothing_could_score_has_null_means(random_pipeline):

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,11 +168,10 @@ def test_resuming_a_finished_run_shows_its_summary(whole_run, sage):
     assert (whole_run / "metrics.jsonl").read_bytes() == before
 
 
-def test_damaged_checkpoints_are_named(whole_run, sage, tmp_path):
-    import shutil
-
+def test_damaged_checkpoints_are_named_and_the_one_before_is_offered(whole_run, sage, tmp_path):
     run = tmp_path / "damaged"
     shutil.copytree(whole_run, run, symlinks=True)
+    good = (run / "checkpoints" / "round-000004" / "weights.safetensors").read_bytes()
     weights = run / "checkpoints" / "round-000004" / "weights.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -178,8 +179,114 @@ def test_damaged_checkpoints_are_named(whole_run, sage, tmp_path):
     result = sage("train", "--resume", str(run))
     assert result.code == 2
     assert "weights.safetensors is not what was written" in result.err
+    earlier = run / "checkpoints" / "round-000002"
+    assert f"the one before it is whole: name {earlier} instead" in result.err
     weights.unlink()
     assert "weights.safetensors is missing" in sage("train", "--resume", str(run)).err
+    result = sage("train", "--resume", str(earlier))
+    assert result.code == 0, result.err
+    assert "resumed after round 2" in result.out
+    assert weights.read_bytes() == good
+    assert timeless(run / "metrics.jsonl") == timeless(whole_run / "metrics.jsonl")
+
+
+def test_a_changed_configuration_is_refused_unless_it_is_named(whole_run, sage, tmp_path):
+    run = tmp_path / "changed"
+    shutil.copytree(whole_run, run, symlinks=True)
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("rounds = 4", "rounds = 5").replace("eta = 1.0", "eta = 0.9"))
+    result = sage("train", "--resume", str(run))
+    assert result.code == 2
+    assert "sampler.eta was 1.0 and is 0.9; train.rounds was 4 and is 5" in result.err
+    assert "add --override sampler.eta --override train.rounds" in result.err
+    assert len(lines(run / "metrics.jsonl")) == 4
+    result = sage("train", "--resume", str(run), "--override", "sampler.eta", "--override", "optimizer.lr")
+    assert (result.code, "--override optimizer.lr: it does not differ" in result.err) == (2, True)
+    allowed = ("--override", "sampler.eta", "--override", "train.rounds")
+    result = sage("train", "--resume", str(run), *allowed)
+    assert result.code == 0, result.err
+    assert [row["round"] for row in lines(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    result = sage("train", "--override", "sampler.eta")
+    assert (result.code, "it goes with --resume" in result.err) == (2, True)
+
+
+def test_a_second_training_in_the_same_folder_is_refused(arguments, sage, tmp_path):
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "sagecli.cli", "train", "--run", str(run), *arguments, "--set", "train.rounds=500"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while not (run / "metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        result = sage("train", "--resume", str(run))
+        assert result.code == 2
+        assert f"is being trained already, by process {process.pid} on " in result.err
+        process.kill()
+    assert "process" in (run / "lock").read_text()
+    short = run / "config.toml"
+    short.write_text(short.read_text().replace("rounds = 500", "rounds = 2"))
+    result = sage(
+        "train", "--resume", str(run), *(("--override", "train.rounds") if (run / "checkpoints").exists() else ())
+    )
+    assert result.code == 0, result.err  # a killed process holds nothing
+
+
+def test_a_full_disk_is_said_and_earlier_checkpoints_survive(arguments, tmp_path):
+    run = tmp_path / "run"
+    first = [sys.executable, "-m", "sagecli.cli", "train", "--run", str(run), *arguments, "--set", "train.rounds=2"]
+    subprocess.run(first, check=True, stdout=subprocess.DEVNULL)
+    before = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    text = (run / "config.toml").read_text().replace("rounds = 2", "rounds = 4")
+    (run / "config.toml").write_text(text)
+    command = f"ulimit -f 600; exec {sys.executable} -m sagecli.cli train --resume {run} --override train.rounds"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "the checkpoint round-000004 could not be written" in result.stderr
+    assert "Traceback" not in result.stderr
+    after = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    assert {path: after[path] for path in before} == before
+    assert (run / "checkpoints" / "latest").resolve().name == "round-000002"
+    resumed = [sys.executable, "-m", "sagecli.cli", "train", "--resume", str(run), "--override", "train.rounds"]
+    subprocess.run(resumed, check=True, stdout=subprocess.DEVNULL)
+    assert (run / "checkpoints" / "latest").resolve().name == "round-000004"
+    assert not list((run / "checkpoints").glob(".*.partial"))
+
+
+def test_running_out_of_gpu_memory_names_the_keys_to_lower(arguments, sage, tmp_path, monkeypatch):
+    def full(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr("sagecli.training.train_round", full)
+    result = sage("train", "--run", str(tmp_path / "run"), *arguments)
+    assert result.code == 1
+    assert "out of GPU memory (CUDA out of memory. Tried to allocate 20.00 GiB.)" in result.err
+    for key in ("train.micro_batch (now 2)", "video.frames", "gradient_checkpointing (now False)", "vae_tiling"):
+        assert key in result.err
+
+
+@pytest.mark.slow
+def test_killed_at_thirty_random_moments_it_is_the_uninterrupted_run(whole_run, arguments, tmp_path):
+    """SIGKILL at moments drawn anew from a fixed seed; every attempt resumes what the one before left."""
+    moments = random.Random(0)
+    run, kills = tmp_path / "killed", 0
+    while kills < 30:
+        command = [sys.executable, "-m", "sagecli.cli", "train"]
+        command += ["--resume", str(run)] if (run / "config.toml").exists() else ["--run", str(run), *arguments]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            try:
+                process.wait(timeout=moments.uniform(4, 16))
+                assert process.returncode == 0, process.stderr
+                shutil.rmtree(run)  # it came to its end: the next attempt begins anew
+            except subprocess.TimeoutExpired:
+                process.kill()
+                kills += 1
+    subprocess.run(
+        [sys.executable, "-m", "sagecli.cli", "train", "--resume", str(run)], check=True, stdout=subprocess.DEVNULL
+    )
+    for name in ("weights.safetensors", "policies.safetensors"):
+        one, other = (folder / "checkpoints" / "latest" / name for folder in (run, whole_run))
+        assert one.read_bytes() == other.read_bytes()
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert timeless(run / name) == timeless(whole_run / name)
 
 
 def test_refusals(whole_run, arguments, sage, tmp_path):

@@ -42,6 +42,8 @@ class Learner:
         """Rounds finished."""
         self.update = 0
         """Optimizer updates made."""
+        self.not_finite = 0
+        """Updates skipped in a row because their gradient was not finite."""
         self.between_rounds = True
         """Whether the policy is that of `round` finished rounds, and no update of the next is in it."""
 
@@ -114,7 +116,10 @@ class Totals:
 def update_policy(
     learner: Learner, backbone: Backbone, batches: list[Batch], sampling: Sampling, tick: Tick
 ) -> dict[str, Any]:
-    """Make one update from the batches; returns its metrics. Without a used sample or an SDE step it is skipped."""
+    """Make one update from the batches; returns its metrics. Without a used sample or an SDE step it is skipped.
+
+    So is one whose gradient is not finite; RunStopped after more than optimizer.max_skipped of them in a row.
+    """
     steps = sampling.table.trained_steps
     lambda_kl = learner.trust_region.lambda_kl
     skipped = not batches or not steps  # a window may hold nothing but ODE steps
@@ -144,7 +149,14 @@ def update_policy(
         metrics["step_gradients"] = totals.step_gradients(sampling.table)
     norm = nn.utils.clip_grad_norm_(list(learner.parameters.values()), learner.config.optimizer.grad_clip)
     if not norm.isfinite():
-        raise RunStopped(f"the gradient of update {learner.update + 1} is {float(norm)}; it was not applied")
+        learner.not_finite += 1
+        if learner.not_finite > learner.config.optimizer.max_skipped:
+            raise RunStopped(
+                f"the gradients of {learner.not_finite} updates in a row are not finite (the last is {float(norm)}), "
+                f"more than optimizer.max_skipped = {learner.config.optimizer.max_skipped}; none of them was applied"
+            )
+        return {"skipped": True, "not_finite": True, "lambda_kl": metrics["lambda_kl"]}
+    learner.not_finite = 0
     learner.trust_region.before_update()
     optimizer.step(learner.optimizers, learner.config.optimizer, learner.update)
     learner.update += 1
