@@ -126,7 +126,15 @@ class _Work:
         numbers = sorted(
             {number for reward in self.scorer.rewards.values() for number in reward.frames(info.num_frames, info.fps)}
         )
-        videos = torch.stack([read_frames(job.video, numbers) for job in jobs])
+        read = {}
+        for job in jobs:
+            try:
+                read[job] = read_frames(job.video, numbers)
+            except UnreadableVideoError as error:
+                self.failures[job] = str(error)
+        if not read:
+            return
+        jobs, videos = list(read), torch.stack(list(read.values()))
         place = {number: index for index, number in enumerate(numbers)}
 
         def take(frames: Sequence[int]) -> Tensor:

@@ -57,13 +57,13 @@ def find_videos(sources: Sequence[str]) -> list[Path]:
 
 def _videos_of(path: Path) -> list[Path]:
     """The videos that one path stands for; a file is taken for a video whatever its name."""
-    from sagecli.rundir import read_jsonl
+    from sagecli.videoprompts import table
 
     if path.is_dir():
         inside = (file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file())
         return [file for file in inside if not file.name.startswith(".")]
     if path.name == MANIFEST:
-        return [path.parent / row["file"] for row in read_jsonl(path)]
+        return [path.parent / row["file"] for row in table(path, ("file",))]
     return [path]
 
 
@@ -124,16 +124,24 @@ def _reason(path: Path, error: Exception, frames: int) -> str:
 
 
 def read_frames(path: Path, numbers: Sequence[int]) -> Tensor:
-    """Those frames [n, 3, H, W] uint8; `numbers` may repeat and come in any order, and lie within the file."""
+    """Those frames [n, 3, H, W] uint8; `numbers` may repeat and come in any order.
+
+    UnreadableVideoError where the file has not all of them.
+    """
     wanted = set(numbers)
     kept: dict[int, Any] = {}
     size: tuple[int, int] | None = None
-    with av.open(str(path)) as file:
-        for number, frame in enumerate(islice(_decoded(file), max(wanted) + 1)):
-            size = size or (frame.width, frame.height)  # a stream may change its size on the way
-            if number in wanted:
-                pixels = frame.to_ndarray(format="rgb24", width=size[0], height=size[1])
-                kept[number] = np.ascontiguousarray(_turned(pixels, frame.rotation).transpose(2, 0, 1))
+    try:
+        with av.open(str(path)) as file:
+            for number, frame in enumerate(islice(_decoded(file), max(wanted) + 1)):
+                size = size or (frame.width, frame.height)  # a stream may change its size on the way
+                if number in wanted:
+                    pixels = frame.to_ndarray(format="rgb24", width=size[0], height=size[1])
+                    kept[number] = np.ascontiguousarray(_turned(pixels, frame.rotation).transpose(2, 0, 1))
+    except (av.FFmpegError, OSError) as error:
+        raise UnreadableVideoError(_reason(path, error, len(kept))) from None
+    if missing := wanted - set(kept):
+        raise UnreadableVideoError(f"it has no frame {min(missing)} any more: it changed while it was read")
     return torch.from_numpy(np.stack([kept[number] for number in numbers]))
 
 

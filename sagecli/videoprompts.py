@@ -51,10 +51,9 @@ def require_prompts(jobs: Sequence[Job], rewards: Sequence[str]) -> None:
 
 
 def _read_manifest(file: Path) -> dict[str, str]:
-    """File name -> prompt."""
-    if not file.is_file():
-        return {}
-    return {row["file"]: row["prompt"] for row in table(file, ("file", "prompt"))}
+    """File name -> prompt; a file of that name which no rollout wrote, without these columns, says nothing."""
+    rows = table(file, (), ("file", "prompt")) if file.is_file() else []
+    return {row["file"]: row["prompt"] for row in rows if len(row) == 2}
 
 
 def _beside(video: Path) -> str:

@@ -218,6 +218,31 @@ def test_broken_files_are_named_and_the_others_scored(sage, clips, clip, tmp_pat
     assert [Path(row["video"]).name for row in rows(out)] == ["a.mp4", "b.mp4", "c.mkv"]
 
 
+def test_a_file_that_changes_while_it_is_read_fails_alone(sage, clips, clip, tmp_path, monkeypatch):
+    from sagecli import score
+
+    def shrunk(path: Path) -> Any:
+        info = probe(path)
+        if path.name == "a.mp4":
+            save(path, moving(4))
+        return info
+
+    probe = score.probe
+    monkeypatch.setattr(score, "probe", shrunk)
+    out = tmp_path / "s.jsonl"
+    result = sage("score", str(clips), "--reward", "clip", "--path", clip, "--out", str(out))
+    assert result.code == 1
+    assert "a.mp4: it has no frame 5 any more" in result.out
+    assert [Path(row["video"]).name for row in rows(out)] == ["b.mp4", "c.mkv"]
+
+
+def test_a_manifest_of_another_tool_is_not_read(sage, clips, clip, tmp_path):
+    (clips / "manifest.jsonl").write_text('{"version": 3}\n')
+    assert sage("score", str(clips), "--reward", "clip", "--path", clip).code == 0
+    result = sage("score", str(clips / "manifest.jsonl"), "--reward", "clip", "--path", clip)
+    assert (result.code, "no column 'file'; it has version" in result.err) == (2, True)
+
+
 def test_a_video_that_a_reward_refuses_fails_alone(sage, clips, tmp_path):
     out = tmp_path / "s.jsonl"
     (clips / "a.txt").write_text("a small red circle moving left fast")
