@@ -147,7 +147,7 @@ def rollout(
 @app.command()
 def score(
     paths: Annotated[
-        list[str] | None, typer.Argument(metavar="PATH...", help="Videos, folders, patterns, manifest.jsonl.")
+        list[str] | None, typer.Argument(metavar="PATH", help="Videos, folders, patterns, manifest.jsonl.")
     ] = None,
     reward: Annotated[list[str] | None, typer.Option(help="Score with this reward; may be repeated.")] = None,
     path: Annotated[list[str] | None, typer.Option(metavar="[NAME=]DIR", help="Where a reward's weights are.")] = None,
@@ -213,7 +213,7 @@ def export(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or not.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, finished or not.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the page; a single run's own by default.")] = None,
 ) -> None:
     """Write one page on runs: curves, videos before and after, settings; it works without a network."""

@@ -75,6 +75,13 @@ class TrainDisplay:
                 f"  gradient norm {self.metrics.get('gradient_norm', 0):.2e}  left {self._left()}"
             )
 
+    def checked(self, lines: list[str]) -> None:
+        """The first round's self-checks, a line each."""
+        for line in lines:
+            self.console.print(
+                f"check: {line}", style="yellow" if line.startswith("warning") else "dim", soft_wrap=True
+            )
+
     def _left(self) -> str:
         """Time left, from the rounds of this session."""
         done = self.round - self.first_round

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from sagecli import checkpoint, media, preflight, registry
+from sagecli import checkpoint, media, preflight, registry, selfcheck
 from sagecli.backends import Backbone
 from sagecli.engine.rollout import Tick, round_sampling
 from sagecli.engine.train import Round, evaluate, train_round
@@ -41,6 +41,9 @@ class Watcher(Protocol):
 
     def round_done(self, round: Round) -> None:
         """A round was written."""
+
+    def checked(self, lines: list[str]) -> None:
+        """The first round's self-checks, a line each."""
 
 
 def build_backbone(model: "ModelConfig", prompts: list[str]) -> Backbone:
@@ -115,6 +118,9 @@ class Training:
                 break
             done = train_round(self.learner, self.backbone, self.score, self.prompts, tick)
             self._keep_rollouts(done)
+            if done.number == 0:
+                done.updates[0]["checks"], found = selfcheck.first_round(self.config, self.learner, self.score, done)
+                self.watcher.checked(found)
             for metrics in done.updates:
                 append_jsonl(self.run.metrics, metrics)
                 self.trackers.log("train", metrics)

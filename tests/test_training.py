@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from reward_models import save_clip, save_videoalign
 from safetensors.torch import load_file
+
+from sagecli import registry
 
 SMALL = (
     "train.rounds=4",
@@ -91,6 +94,33 @@ def test_a_run_leaves_what_it_promises(whole_run):
     assert set(summary["reward"]) == {"before", "after", "stderr"}
     assert (summary["rounds"], summary["seed"]) == (4, 0)
     assert not list(whole_run.rglob("*.partial*"))
+
+
+def test_the_first_round_checks_itself(whole_run, arguments, sage, tmp_path):
+    checks = lines(whole_run / "metrics.jsonl")[0]["checks"]
+    count = sum(
+        value.numel() for value in load_file(whole_run / "checkpoints" / "latest" / "weights.safetensors").values()
+    )
+    assert checks == {"trained_parameters": count, "ratio_error": 0.0, "reward_change": 0.0, "anchor_unchanged": True}
+    assert all("checks" not in row for row in lines(whole_run / "metrics.jsonl")[1:])
+    source = tmp_path / "package"
+    source.mkdir()
+    (source / "moody.py").write_text(
+        "import torch\nfrom sagecli.rewards import Reward, Scores\n\n\nclass Moody(Reward):\n    axes = ('mood',)\n\n"
+        "    def score(self, videos, prompts, fps):\n        return Scores({'mood': torch.rand(len(videos))})\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(source))
+        import moody  # type: ignore[import-not-found]
+
+        load = registry.load
+        patch.setattr(registry, "load", lambda kind, name: moody.Moody if name == "moody" else load(kind, name))
+        patch.setattr(registry, "names", lambda kind: ["moody"])
+        moods = ("--set", "reward.models=[{name='moody', weights={mood=1.0}}]")
+        result = sage("train", "--run", str(tmp_path / "run"), *arguments, *moods, "--set", "train.rounds=1")
+    assert result.code == 0, result.err
+    assert "check: largest |ratio - 1| on policy: 0.0e+00" in result.out
+    assert "check: warning: one video scored twice differs by" in result.out
 
 
 def test_evaluations_use_the_moving_average(whole_run, arguments, sage, tmp_path):
@@ -311,6 +341,7 @@ def test_refusals(whole_run, arguments, sage, tmp_path):
         ("video.frames=8", "video.frames = 8"),
         ("video.height=33", "video.height = 33"),
         ("model.train=frozen", "trains nothing"),
+        *((("train.wandb=true", "pip install wandb"),) if find_spec("wandb") is None else ()),
         ("reward.models=[{name='shapes', weights={XX=1.0}}]", "has no axis 'XX'"),
         ("model.path=/nowhere", "'/nowhere' is no folder"),
         ("model.attention=falsh", "did you mean 'flash'"),
