@@ -92,7 +92,13 @@ def _rewards(groups: Sequence[Group], key: str, title: str) -> Chart:
         }
         for name, style in (("held out", {"width": 2.5}), ("training", {"width": 1, "dash": "dot"})):
             _draw(figure, curves[name], f"{group.name}, {name}", colour(place), style, markers=name == "held out")
-    return Chart(title, "solid: held-out prompts; dotted: the rollouts that it trained on", _finished(figure))
+    note = "solid: held-out prompts; dotted: the rollouts that it trained on"
+    if len(groups) > 1:  # their noise would hide the held-out curves
+        for trace in figure.data:
+            if trace.legendgroup.endswith(", training"):
+                trace.visible = "legendonly"
+        note += " (click a name to see it)"
+    return Chart(title, note, _finished(figure))
 
 
 def _curves(groups: Sequence[Group], title: str, note: str, curves: dict[str, Curve], log: bool = False) -> Chart:
