@@ -2,17 +2,21 @@
 #   make quickstart   trains the embedded model
 #   make test         formatting, lint, types on the built wheel, tests
 #   make lint         the same without the tests
+#   make test-slow    the tests that take minutes each
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: quickstart test lint
+.PHONY: quickstart test test-slow lint
 
 quickstart: $(READY)
 	$(BIN)/sage train --preset quickstart
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
 
 # mypy reads the wheel's own files, away from the checkout: there the packages have their real names.
 lint: $(READY)

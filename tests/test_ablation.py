@@ -200,6 +200,7 @@ def test_a_failed_cell_is_shown_and_the_others_go_on(sage, arguments, tmp_path):
     assert (out / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_killed_half_way_it_finishes_without_redoing(arguments, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "sagecli.cli", "ablate", *arguments, "--jobs", "1", "--out", str(out)]
@@ -226,6 +227,7 @@ def test_killed_half_way_it_finishes_without_redoing(arguments, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in done} == done
 
 
+@pytest.mark.slow
 def test_a_dry_run_runs_one_round_and_keeps_nothing(sage, arguments, tmp_path):
     result = sage("ablate", *arguments, "--dry-run", "--out", str(tmp_path / "out"))
     assert result.code == 0, result.err

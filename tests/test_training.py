@@ -260,6 +260,7 @@ def test_a_second_training_in_the_same_folder_is_refused(arguments, sage, tmp_pa
     assert result.code == 0, result.err  # a killed process holds nothing
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_earlier_checkpoints_survive(arguments, tmp_path):
     run = tmp_path / "run"
     first = [sys.executable, "-m", "sagecli.cli", "train", "--run", str(run), *arguments, "--set", "train.rounds=2"]
