@@ -113,9 +113,9 @@ def _text(path: Path, rows: Sequence[Row], header: bool, columns: Sequence[str])
 
 def _read(path: Path) -> list[Row]:
     """Complete rows; UserError where the file is another's."""
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
+    data = path.read_bytes()  # a kill may have cut the last line within a letter
     try:
+        whole = data[: data.rfind(b"\n") + 1].decode("utf-8")
         rows = (
             [flat(json.loads(line)) for line in whole.split("\n") if line]
             if path.suffix == ".jsonl"

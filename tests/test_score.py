@@ -338,7 +338,8 @@ def test_resume_scores_what_the_file_lacks(sage, clips, clip, tmp_path, suffix):
     text = whole.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     kept = len(lines) - 2
-    out.write_text("".join(lines[:kept]) + lines[kept][:40], encoding="utf-8")  # a kill cut the next line short
+    cut = lines[kept][:40].encode() + "\u20ac".encode()[:2]  # a kill cut the next line short, within a letter
+    out.write_bytes("".join(lines[:kept]).encode() + cut)
     result = sage("score", str(clips), *options, "--out", str(out))
     assert (result.code, "--resume completes it, --force replaces it" in result.err) == (2, True)
     result = sage("score", str(clips), *options, "--out", str(out), "--resume")
