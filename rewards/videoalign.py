@@ -79,7 +79,9 @@ class VideoAlign(Reward):
         head_weight = {"weight": weights.pop(HEAD)} if HEAD in weights else {}
         fill(model, weights, self.files.checkpoint)
         fill(head, head_weight, self.files.checkpoint)
-        self.module = nn.ModuleDict({"model": model.to(self.dtype), "head": head.float()}).eval().requires_grad_(False)
+        for parameter in model.parameters():  # not the buffers: rotary frequencies in half precision give other angles
+            parameter.data = parameter.data.to(self.dtype)
+        self.module = nn.ModuleDict({"model": model, "head": head.float()}).eval().requires_grad_(False)
         return report
 
     def frames(self, total: int, fps: float) -> list[int]:

@@ -352,5 +352,6 @@ def test_a_scaled_lora_is_merged_by_its_own_rule(model, copied):
 def test_half_precision_scores_nearly_the_same(model, reward, dtype):
     half = loaded(model.folder, dtype=dtype)
     assert next(half.network["model"].parameters()).dtype == getattr(torch, dtype)
+    assert {buffer.dtype for name, buffer in half.network.named_buffers() if "inv_freq" in name} == {torch.float32}
     for axis, values in half(clips(3), PROMPTS, 6.0).axes.items():
         torch.testing.assert_close(values, reward(clips(3), PROMPTS, 6.0).axes[axis], rtol=0, atol=0.2)
