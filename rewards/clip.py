@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from sagecli.config_base import Count
 from sagecli.errors import UserError
-from sagecli.hub import local_folder
+from sagecli.hub import local_folder, read_part, refuse_pointer
 from sagecli.rewards import Reward, Scores, even_frames
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -51,8 +51,8 @@ class ClipReward(Reward):
         from transformers import AutoTokenizer, CLIPModel
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-        self.tokenizer = AutoTokenizer.from_pretrained(self.processor)
-        self.images = CLIPImageProcessorPil.from_pretrained(self.processor)
+        self.tokenizer = read_part(AutoTokenizer.from_pretrained, self.processor, "tokenizer")
+        self.images = read_part(CLIPImageProcessorPil.from_pretrained, self.processor, "image processor")
         self.module = load_whole(CLIPModel, self.folder, self.dtype).eval().requires_grad_(False)
         return f"{self.folder}: {len(self.module.state_dict())} weights loaded"
 
@@ -101,7 +101,7 @@ class ClipScore(ClipReward):
     def score(self, videos: Tensor, prompts: Sequence[str], fps: float) -> Scores:
         """Scores of videos [B, n, 3, H, W] in [0, 1]."""
         cosine = self.cosines(videos, prompts)
-        shared = {"scale": self.scale, "model": str(self.folder)}
+        shared = {"scale": self.scale, "model": str(self.folder.resolve())}
         details = [{"raw": {"CLIPScore": value}} | shared for value in cosine.tolist()]
         return Scores({"CLIPScore": SCALES[self.scale](cosine)}, {}, details, self.cut(prompts))
 
@@ -111,6 +111,8 @@ def load_whole(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        refuse_pointer(folder / name)
     disable_progress_bar()
     verbosity = get_verbosity()
     set_verbosity_error()  # it would print a table of what differs

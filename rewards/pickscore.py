@@ -30,5 +30,5 @@ class PickScore(ClipReward):
         """Scores of videos [B, n, 3, H, W] in [0, 1]."""
         cosine = self.cosines(videos, prompts)
         scores = self.network.logit_scale.float().exp() * cosine / 26
-        details = [{"raw": {"PickScore": value}, "model": str(self.folder)} for value in cosine.tolist()]
+        details = [{"raw": {"PickScore": value}, "model": str(self.folder.resolve())} for value in cosine.tolist()]
         return Scores({"PickScore": scores}, {}, details, self.cut(prompts))

@@ -15,10 +15,18 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from sagecli.errors import UserError
-from sagecli.hub import local_folder
+from sagecli.hub import local_folder, read_part
 from sagecli.rewards import Reward, Scores
 from sagecli.rewards.videoalign_template import KNOWN_SHA256, PROMPT, SOURCE, TOKENS, read_template
-from sagecli.rewards.videoalign_weights import BASE_HUB_ID, HEAD, HUB_ID, fill, find_files, load_weights
+from sagecli.rewards.videoalign_weights import (
+    BASE_HUB_ID,
+    HEAD,
+    HUB_ID,
+    fill,
+    find_files,
+    load_weights,
+    table_in,
+)
 
 MIN_PIXELS = 100352  # 128 image tokens of 28 x 28 pixels
 MAX_FRAMES = 768
@@ -70,7 +78,7 @@ class VideoAlign(Reward):
         from transformers import Qwen2VLConfig
         from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-        config = Qwen2VLConfig.from_pretrained(self.files.base)
+        config = read_part(Qwen2VLConfig.from_pretrained, self.files.base, "config.json")
         config.text_config.vocab_size = len(self.tokenizer)
         weights, report = load_weights(self.files, len(self.tokenizer))
         with init_empty_weights(include_buffers=False):
@@ -150,7 +158,7 @@ class VideoAlign(Reward):
     def _details(self, raw: dict[str, Tensor]) -> list[dict[str, Any]]:
         rows = zip(*(values.tolist() for values in raw.values()), strict=True)
         shared = {
-            "model": str(self.files.checkpoint),
+            "model": str(self.files.checkpoint.resolve()),
             "template_sha256": self.template.sha256,
             "template_known": self._known(),
         }
@@ -171,7 +179,7 @@ class VideoAlign(Reward):
 
 def _check(settings: dict[str, Any]) -> None:
     """UserError for a model_config.json of a kind that this reward does not compute."""
-    data, model = settings.get("data_config", {}), settings.get("model_config", {})
+    data, model = table_in(settings, "data_config"), table_in(settings, "model_config")
     for table, key, needed in (
         (data, "prompt_template_type", "detailed_special"),
         (data, "sample_type", "uniform"),
@@ -186,6 +194,10 @@ def _check(settings: dict[str, Any]) -> None:
     for key in ("fps", "max_frame_pixels"):
         if not isinstance(data.get(key), int | float):
             raise UserError(f"model_config.json: data_config.{key} is missing; is this VideoAlign's own file?")
+    numbers = settings.get("inference_config")
+    for key in (f"{axis}_{kind}" for axis in TOKENS for kind in ("mean", "std")):
+        if numbers is not None and not (isinstance(numbers, dict) and isinstance(numbers.get(key), int | float)):
+            raise UserError(f"model_config.json: inference_config.{key} is missing, and scores are normalised by it")
 
 
 def _tokenizer(folder: Any) -> Any:
@@ -196,7 +208,7 @@ def _tokenizer(folder: Any) -> Any:
         )
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_part(AutoTokenizer.from_pretrained, folder, "tokenizer")
     tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS.values())})
     if tokenizer.chat_template is None:
         raise UserError(f"{folder}: its tokenizer has no chat template; it needs Qwen2-VL-Instruct's own")
@@ -205,12 +217,17 @@ def _tokenizer(folder: Any) -> Any:
 
 def resize(videos: Tensor, max_pixels: int, differentiable: bool) -> Tensor:
     """Frames [B, n, 3, H, W] in [0, 1] at the size Qwen2-VL sees, their values those of 8-bit pixels / 255."""
-    height, width = seen_size(videos.shape[-2], videos.shape[-1], max_pixels)
-    pixels = videos.to(torch.promote_types(videos.dtype, torch.float32)).flatten(0, 1) * 255
+    size = seen_size(videos.shape[-2], videos.shape[-1], max_pixels)
+    few = videos.flatten(0, 1).split(8)  # at full size, a film's frames in float32 would not fit
+    resized = torch.cat([_resized(frames, size, differentiable) for frames in few])
+    return resized.view(*videos.shape[:3], *size)
+
+
+def _resized(frames: Tensor, size: tuple[int, int], differentiable: bool) -> Tensor:
+    pixels = frames.to(torch.promote_types(frames.dtype, torch.float32)) * 255
     pixels = pixels if differentiable else pixels.round()
-    pixels = interpolate(pixels, (height, width), mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
-    pixels = pixels if differentiable else pixels.round()
-    return (pixels / 255).view(*videos.shape[:3], height, width)
+    pixels = interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
+    return (pixels if differentiable else pixels.round()) / 255
 
 
 def seen_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sagecli.errors import UserError
-from sagecli.hub import is_hub_id, local_folder
+from sagecli.hub import is_hub_id, local_folder, refuse_pointer
 
 HUB_ID = "KwaiVGI/VideoReward"
 BASE_HUB_ID = "Qwen/Qwen2-VL-2B-Instruct"
@@ -45,9 +45,10 @@ def find_files(path: str, base: str | None, step: int | None) -> Files:
     folder = local_folder(path, "the videoalign reward's path")
     settings = read_json(folder / "model_config.json")
     checkpoint = _checkpoint(folder, step)
-    given = base or str(settings.get("model_config", {}).get("model_name_or_path", BASE_HUB_ID))
-    where = given if is_hub_id(given) and not (folder / given).is_dir() else str(folder / Path(given).expanduser())
-    files = Files(folder, checkpoint, local_folder(where, "the videoalign reward's base"), settings)
+    if base is None:
+        named = str(table_in(settings, "model_config").get("model_name_or_path", BASE_HUB_ID))
+        base = named if is_hub_id(named) and not (folder / named).is_dir() else str(folder / Path(named).expanduser())
+    files = Files(folder, checkpoint, local_folder(base, "the videoalign reward's base"), settings)
     if not (files.base / "config.json").is_file():
         raise UserError(f"{files.base}: no config.json, so this is no Qwen2-VL folder; see the reward's option base")
     return files
@@ -55,17 +56,28 @@ def find_files(path: str, base: str | None, step: int | None) -> Files:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object of a file; UserError where it is none."""
+    refuse_pointer(file)
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{file.parent}: no {file.name}; is this a folder of VideoAlign weights?") from None
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from None
+    return table_in({file.name: found}, file.name)
+
+
+def table_in(table: dict[str, Any], key: str) -> dict[str, Any]:
+    """A table in a table, empty where it is not there; UserError where it is something else."""
+    found = table.get(key, {})
+    if not isinstance(found, dict):
+        raise UserError(f"{key} of the VideoAlign weights is {type(found).__name__}, not an object")
+    return found
 
 
 def _checkpoint(folder: Path, step: int | None) -> Path:
     """The folder of a step, by default the highest; UserError where it is not there or not whole."""
-    steps = {int(entry.name.removeprefix("checkpoint-")): entry for entry in folder.glob("checkpoint-*[0-9]")}
+    numbered = ((entry.name.removeprefix("checkpoint-"), entry) for entry in folder.glob("checkpoint-*"))
+    steps = {int(number): entry for number, entry in numbered if number.isdecimal() and number.isascii()}
     if step is not None and step not in steps:
         raise UserError(f"{folder}: no checkpoint-{step}; there are steps {sorted(steps)}")
     if not steps:
@@ -92,7 +104,7 @@ def load_weights(files: Files, vocabulary: int) -> tuple[Weights, str]:
     loras, rest = _split(given)
     weights |= rest
     weights.pop(UNUSED, None)
-    _merge(weights, loras, files.settings.get("peft_lora_config", {}), files.checkpoint)
+    _merge(weights, loras, table_in(files.settings, "peft_lora_config"), files.checkpoint)
     table = weights.get("language_model.embed_tokens.weight")
     if table is not None:
         weights["language_model.embed_tokens.weight"] = table[:vocabulary]
@@ -146,6 +158,8 @@ def _split(weights: Weights) -> tuple[dict[str, dict[str, Tensor]], Weights]:
 
 def _merge(weights: Weights, loras: dict[str, dict[str, Tensor]], peft: dict[str, Any], where: Path) -> None:
     """Add (alpha / r) B A to the weights, in float32."""
+    if loras and not isinstance(peft.get("lora_alpha"), int | float):
+        raise UserError("model_config.json: peft_lora_config.lora_alpha is missing, and the LoRA's size hangs on it")
     for name, pair in loras.items():
         if set(pair) != {"A", "B"} or name not in weights:
             lacks = "the weight itself" if name not in weights else f"its lora_{'B' if 'A' in pair else 'A'}"
@@ -172,6 +186,7 @@ def _read_safetensors(file: Path) -> Weights:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    refuse_pointer(file)
     try:
         return load_file(file)
     except SafetensorError as error:
@@ -179,9 +194,12 @@ def _read_safetensors(file: Path) -> Weights:
 
 
 def _read_pickle(file: Path) -> Weights:
+    refuse_pointer(file)
+    if not zipfile.is_zipfile(file):
+        raise UserError(f"{file} is not a whole file of weights (cut short, or no torch file); get it again")
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else "it ends too early"
         raise UserError(f"{file} is not a whole file of weights ({reason}); get it again") from None
     if not isinstance(loaded, dict) or not _all_tensors(loaded.values()):

@@ -161,6 +161,9 @@ def score(
     pairs: Annotated[Path | None, typer.Option(help="Pairs that people compared: agreement with them.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write one row a video: .jsonl or .csv.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Videos of one size scored at once.")] = 4,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds a batch may take; the preset's, or 600.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output file.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Score what the output file lacks.")] = False,
 ) -> None:
@@ -184,6 +187,7 @@ def score(
         force,
         resume,
         batch,
+        timeout,
     )
     raise typer.Exit(score_videos(_console(), request))
 

@@ -30,6 +30,11 @@ def option_names(plugin: type) -> list[str]:
     return list(_options(plugin))
 
 
+def defaults(plugin: type) -> dict[str, Any]:
+    """Those of its options that have a default, and that default."""
+    return {option: default for option, (_, default) in _options(plugin).items() if default is not ...}
+
+
 def construct(kind: Kind, name: str, options: dict[str, Any]) -> Any:
     """The named class with its options, whose names and types are those of its constructor; UserError otherwise."""
     plugin = load(kind, name)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from statistics import fmean, pstdev
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -11,16 +12,18 @@ from torch import Tensor
 
 from sagecli.agreement import OVERALL, Pair, agreement, read_pairs
 from sagecli.display import note, progress, show_warnings
-from sagecli.errors import UserError, did_you_mean
+from sagecli.errors import RunStopped, UserError, did_you_mean
 from sagecli.interrupt import Interrupted, stop_request
 from sagecli.scorefile import Row, ScoreFile, flat
-from sagecli.scorerequest import ScoreRequest, chosen_rewards
+from sagecli.scorerequest import ScoreRequest, chosen_rewards, settings_of
 from sagecli.scoring import Clips, Scorer, make_rewards
-from sagecli.videofiles import UnreadableVideoError, VideoInfo, find_videos, probe, read_frames
+from sagecli.videofiles import UnreadableVideoError, VideoInfo, find_videos, probe, read_frames, shown
 from sagecli.videoprompts import Job, find_prompts, require_prompts
 
 PAPER_AXES = ("VQ", "MQ", "TA")
 """Whose plain sum is the paper's "Overall"."""
+MAX_BYTES = 2**30
+"""Of the frames of one batch in float32: large videos are scored in smaller batches."""
 
 
 def score_videos(console: Console, request: ScoreRequest) -> int:
@@ -35,30 +38,41 @@ def score_videos(console: Console, request: ScoreRequest) -> int:
                 f"--weights: no reward here has the axis {axis!r}; there are {known}{did_you_mean(axis, axes)}"
             )
     pairs = _pairs(request, axes)
-    jobs = _jobs(request, pairs)
+    output = ScoreFile(request.out, request.force, request.resume)
+    output.refuse_inputs(request.inputs)
+    settings = settings_of(sources, weights)
+    output.check(axes, flat({"settings": settings}))
+    jobs = _jobs(console, request, pairs)
     if needing := [name for name, reward in rewards.items() if reward.needs_prompt]:
         require_prompts(jobs, needing)
-    output = ScoreFile(request.out, request.force, request.resume)
-    output.check(axes)
     scorer = Scorer.loaded(sources, 0.0, timeout)
     for report in scorer.reports:
         console.print(note(report), soft_wrap=True)
     output.start()
-    work = _Work(scorer, output, weights, request.batch)
+    work = _Work(scorer, output, settings, request.batch)
     stopped = _run(console, work, output.missing(jobs))
     if output.rows:
         console.print(_table(output.rows))
     if pairs and not stopped:
         console.print(_agreement_table(pairs, output.rows))
     show_warnings(console, scorer.warnings)
+    _say_how_it_ended(console, work, jobs, stopped)
+    return stopped or (1 if work.failures else 0)
+
+
+def _say_how_it_ended(console: Console, work: "_Work", jobs: Sequence[Job], stopped: int) -> None:
+    output = work.output
     for job, reason in work.failures.items():
-        console.print(f"not scored: {job.video}: {reason}", style="red", soft_wrap=True)
+        console.print(f"not scored: {shown(job.video)}: {reason}", style="red", soft_wrap=True)
     failed = f"; {len(work.failures)} could not be scored" if work.failures else ""
     where = f", in {output.path}" if output.path else ""
-    console.print(f"{len(output.rows)} of {len(jobs)} videos scored{where}{failed}", soft_wrap=True)
+    console.print(
+        f"{len(jobs) - len(output.missing(jobs))} of {len(jobs)} videos scored{where}{failed}", soft_wrap=True
+    )
+    if work.gave_up:
+        console.print(work.gave_up, style="red", soft_wrap=True)
     if stopped:
         console.print("stopped" + ("; add --resume to score the rest" if output.path else ""))
-    return stopped or (1 if work.failures else 0)
 
 
 def _pairs(request: ScoreRequest, axes: Sequence[str]) -> list[Pair]:
@@ -76,12 +90,19 @@ def _overall_axes(axes: Sequence[str]) -> Sequence[str]:
     return axes if len(axes) == 1 else ()
 
 
-def _jobs(request: ScoreRequest, pairs: Sequence[Pair]) -> list[Job]:
+def _jobs(console: Console, request: ScoreRequest, pairs: Sequence[Pair]) -> list[Job]:
     if pairs:
         return list(dict.fromkeys(job for pair in pairs for job in (pair.first, pair.second)))
     if not request.sources:
         raise UserError("name the videos: files, folders, patterns or a rollout's manifest.jsonl")
-    return find_prompts(find_videos(request.sources), request.prompts, request.prompt)
+    found = find_prompts(find_videos(request.sources), request.prompts, request.prompt)
+    if found.unused:
+        count, total = len(found.unused), found.mapped
+        console.print(
+            note(f"{request.prompts}: {count} of {total} rows name no video here, first {found.unused[0]}"),
+            soft_wrap=True,
+        )
+    return found.jobs
 
 
 def _run(console: Console, work: "_Work", jobs: Sequence[Job]) -> int:
@@ -92,18 +113,23 @@ def _run(console: Console, work: "_Work", jobs: Sequence[Job]) -> int:
             work.run(jobs, lambda count: bar.advance(task, count), stop.check)
         except Interrupted as error:
             return error.exit_code
+        except RunStopped as error:  # what was scored is kept and shown
+            work.gave_up = str(error)
+            return 1
     return 0
 
 
 class _Work:
     """Videos being scored, in batches of files alike."""
 
-    def __init__(self, scorer: Scorer, output: ScoreFile, weights: dict[str, float], batch: int) -> None:
+    def __init__(self, scorer: Scorer, output: ScoreFile, settings: dict[str, Any], batch: int) -> None:
         self.scorer = scorer
         self.output = output
-        self.weights = weights
+        self.settings = settings
         self.batch = batch
         self.failures: dict[Job, str] = {}
+        self.gave_up = ""
+        """Why no more could be scored; empty where all were tried."""
 
     def run(self, jobs: Sequence[Job], advance: Callable[[int], None], tick: Callable[[], None]) -> None:
         """Score the jobs and write their rows; those that fail are kept in `failures`."""
@@ -111,21 +137,30 @@ class _Work:
             tick()
             part = [(job, info) for job in jobs[start : start + self.batch] if (info := self._probed(job))]
             for info, alike in groupby(part, key=lambda pair: pair[1]):
-                tick()
-                self.output.add(self._rows([job for job, _ in alike], info))
+                numbers = self._frames(info)
+                count = max(1, MAX_BYTES // (12 * len(numbers) * info.height * info.width))
+                jobs_alike = [job for job, _ in alike]
+                for first in range(0, len(jobs_alike), count):
+                    tick()
+                    self.output.add(self._rows(jobs_alike[first : first + count], info, numbers))
             advance(len(jobs[start : start + self.batch]))
 
+    def _frames(self, info: VideoInfo) -> list[int]:
+        """Numbers of the frames that some reward looks at."""
+        wanted = [reward.frames(info.num_frames, info.fps) for reward in self.scorer.rewards.values()]
+        return sorted(set().union(*wanted))
+
     def _probed(self, job: Job) -> VideoInfo | None:
+        if shown(job.video) != str(job.video):
+            self.failures[job] = "its name is not UTF-8; rename it"
+            return None
         try:
             return probe(job.video)
         except UnreadableVideoError as error:
             self.failures[job] = str(error)
             return None
 
-    def _rows(self, jobs: list[Job], info: VideoInfo) -> Iterator[Row]:
-        numbers = sorted(
-            {number for reward in self.scorer.rewards.values() for number in reward.frames(info.num_frames, info.fps)}
-        )
+    def _rows(self, jobs: Sequence[Job], info: VideoInfo, numbers: Sequence[int]) -> Iterator[Row]:
         read = {}
         for job in jobs:
             try:
@@ -138,7 +173,7 @@ class _Work:
         place = {number: index for index, number in enumerate(numbers)}
 
         def take(frames: Sequence[int]) -> Tensor:
-            return videos[:, [place[frame] for frame in frames]].float() / 255
+            return videos[:, [place[frame] for frame in frames]].float().div_(255)
 
         scored = self.scorer.score(Clips(info.num_frames, info.fps, take), [job.prompt for job in jobs])
         for index, job in enumerate(jobs):
@@ -150,9 +185,9 @@ class _Work:
             row["monitors"] = {name: float(values[index]) for name, values in scored.monitors.items()}
             if set(PAPER_AXES) <= set(scores):
                 row["overall"] = sum(scores[axis] for axis in PAPER_AXES)
-            if self.weights:
-                row["reward"] = sum(weight * scores[axis] for axis, weight in self.weights.items())
-            yield flat(row | scored.details[index])
+            if weights := self.settings["weights"]:
+                row["reward"] = sum(weight * scores[axis] for axis, weight in weights.items())
+            yield flat(row | scored.details[index] | {"settings": self.settings})
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -6,16 +6,19 @@ A row is written whole; what a kill leaves of a last line is dropped when the fi
 import csv
 import io
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sagecli.errors import UserError
 from sagecli.rundir import write_text
+from sagecli.videofiles import MANIFEST
 from sagecli.videoprompts import Job
 
 Row = dict[str, Any]
-"""Flat: video, prompt, num_frames, fps, height, width, scores.AXIS, REWARD.frames, REWARD.raw.AXIS, ..."""
+"""Flat: video, prompt, num_frames, fps, height, width, scores.AXIS, REWARD.frames, REWARD.raw.AXIS, ...,
+settings.rewards.REWARD.OPTION, settings.weights.AXIS."""
 
 
 class ScoreFile:
@@ -30,16 +33,37 @@ class ScoreFile:
             return
         if path.suffix not in (".jsonl", ".csv"):
             raise UserError(f"--out {path}: it takes a file that ends in .jsonl or .csv")
+        if path.is_dir():
+            raise UserError(f"--out {path}: this is a folder; name a file")
         if path.exists() and not (force or resume):
             raise UserError(f"{path} exists; --resume completes it, --force replaces it")
+        _refuse_unwritable(path)
         if resume and path.exists():
             self.rows = _read(path)
 
-    def check(self, axes: Sequence[str]) -> None:
-        """UserError where the rows that are there were scored on other axes."""
-        if self.rows and _axes(self.rows[0]) != list(axes):
+    def refuse_inputs(self, inputs: Sequence[Path]) -> None:
+        """UserError where the output would overwrite what is read."""
+        if self.path is not None and self.path.name == MANIFEST:
+            raise UserError(f"--out {self.path}: this name is that of a rollout's manifest; name another")
+        for file in inputs:
+            if self.path is not None and file.resolve() == self.path.resolve():
+                raise UserError(f"--out {self.path}: this file is read too; name another")
+
+    def check(self, axes: Sequence[str], settings: Row) -> None:
+        """UserError where the rows that are there were scored on other axes or with other settings."""
+        if not self.rows:
+            return
+        if _axes(self.rows[0]) != list(axes):
             given = ", ".join(_axes(self.rows[0]))
             raise UserError(f"{self.path} holds scores on {given}, not {', '.join(axes)}; name another file with --out")
+        before = {key: value for key, value in self.rows[0].items() if key.startswith("settings.")}
+        for key in sorted(before.keys() | settings.keys()):
+            if str(before.get(key)) != str(settings.get(key)):
+                name = key.removeprefix("settings.").removeprefix("rewards.")
+                raise UserError(
+                    f"{self.path} was scored with {name} = {before.get(key)}, not {settings.get(key)}; "
+                    "name another file with --out"
+                )
 
     def start(self) -> None:
         """Write the rows that are kept, so that the file is there and whole."""
@@ -71,6 +95,13 @@ class ScoreFile:
                 raise UserError(
                     f"{self.path} was scored with {key} = {self.rows[0][key]}, not {value}; name another with --out"
                 )
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """UserError, before the work, for a place where nothing can be written."""
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not (existing.is_dir() or existing == path.absolute()) or not os.access(existing, os.W_OK):
+        raise UserError(f"--out {path}: {existing} cannot be written to")
 
 
 def _axes(row: Row) -> list[str]:
@@ -117,15 +148,26 @@ def _read(path: Path) -> list[Row]:
     try:
         whole = data[: data.rfind(b"\n") + 1].decode("utf-8")
         rows = (
-            [flat(json.loads(line)) for line in whole.split("\n") if line]
+            [_object(json.loads(line)) for line in whole.split("\n") if line]
             if path.suffix == ".jsonl"
             else _from_csv(whole)
         )
     except (ValueError, csv.Error) as error:
         raise UserError(f"{path} is not a file of scores ({error}); name another with --out") from None
-    if any("video" not in row or not _axes(row) for row in rows):
+    if not all(_is_row(row) for row in rows):
         raise UserError(f"{path} is not a file of scores; name another with --out")
     return rows
+
+
+def _object(entry: Any) -> Row:
+    if not isinstance(entry, dict):
+        raise ValueError("a line of it is no object")
+    return flat(entry)
+
+
+def _is_row(row: Row) -> bool:
+    texts = isinstance(row.get("video"), str) and isinstance(row.get("prompt"), str)
+    return texts and bool(_axes(row)) and all(isinstance(row[f"scores.{axis}"], int | float) for axis in _axes(row))
 
 
 def _from_csv(text: str) -> list[Row]:

@@ -1,5 +1,6 @@
 """What `sage score` was asked for, and which rewards that means."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,13 @@ class ScoreRequest:
     force: bool
     resume: bool
     batch: int
+    timeout: float | None
+    """Seconds a reward may take for one batch; None: the preset's, or the schema's."""
+
+    @property
+    def inputs(self) -> list[Path]:
+        """Files that are read, as far as they are named."""
+        return [*map(Path, self.sources), *(file for file in (self.prompts, self.pairs) if file)]
 
 
 def chosen_rewards(request: ScoreRequest) -> tuple[list[RewardSource], dict[str, float], float]:
@@ -51,7 +59,7 @@ def chosen_rewards(request: ScoreRequest) -> tuple[list[RewardSource], dict[str,
         tables[name]["path"] = path
     for text in request.options:
         name, key, value = _option(text, names)
-        if key in RewardSource.model_fields:
+        if key in ("path", "dtype", "offload"):
             tables[name][key] = value
         else:
             tables[name].setdefault("options", {})[key] = value
@@ -62,7 +70,7 @@ def chosen_rewards(request: ScoreRequest) -> tuple[list[RewardSource], dict[str,
         weights = {
             axis: weight for name in names if name in of_preset for axis, weight in of_preset[name].weights.items()
         }
-    timeout = config.timeout if config else RewardConfig.model_fields["timeout"].default
+    timeout = request.timeout or (config.timeout if config else RewardConfig.model_fields["timeout"].default)
     return [_source(table) for table in tables.values()], weights, timeout
 
 
@@ -97,9 +105,29 @@ def _weights(text: str) -> dict[str, float]:
     for part in text.split(","):
         axis, _, number = (piece.strip() for piece in part.partition("="))
         try:
-            weights[axis] = float(number)
+            weight = float(number)
         except ValueError:
-            raise UserError(
-                f"--weights {text}: it takes AXIS=NUMBER, with commas between, such as VQ=0.5,TA=1"
-            ) from None
+            weight = math.nan
+        if not axis or not math.isfinite(weight):
+            raise UserError(f"--weights {text}: it takes AXIS=NUMBER, with commas between, such as VQ=0.5,TA=1")
+        if axis in weights:
+            raise UserError(f"--weights {text}: {axis} stands there twice")
+        weights[axis] = weight
     return weights
+
+
+def settings_of(sources: Sequence[RewardSource], weights: dict[str, float]) -> dict[str, Any]:
+    """What scores depend on, for the score file's rows: each reward's options, the weights; folders absolute."""
+    rewards = {}
+    for source in sources:
+        plugin = registry.load("rewards", source.name)
+        named = {"path": source.path, "dtype": source.dtype} | source.options
+        given = {key: value for key, value in named.items() if key in registry.option_names(plugin) and value != ""}
+        rewards[source.name] = {key: _absolute(value) for key, value in (registry.defaults(plugin) | given).items()}
+    return {"rewards": rewards, "weights": weights}
+
+
+def _absolute(value: Any) -> Any:
+    """A text that names something that is here, as its absolute path; anything else as it is."""
+    is_place = isinstance(value, str) and value and Path(value).expanduser().exists()
+    return str(Path(value).expanduser().resolve()) if is_place else value

@@ -4,9 +4,10 @@ Frames are counted, not timed, as the reward models were trained: frame k is the
 """
 
 import glob
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,31 @@ def find_videos(sources: Sequence[str]) -> list[Path]:
 
     UserError for a source that names none.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for source in sources:
-        path = Path(source).expanduser()
-        paths = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-        if not paths:
+        for video in _videos_of_source(source):
+            found.setdefault(video.resolve(), video)
+    return list(found.values())
+
+
+def shown(path: Path) -> str:
+    """Its name as text that can be printed and saved, whatever its bytes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _videos_of_source(source: str) -> list[Path]:
+    path = Path(source).expanduser()
+    if path.exists():
+        videos = _videos_of(path)
+    else:
+        matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        if not matches:
             raise UserError(f"{source}: no such file or folder, and no file matches it")
-        videos = [video for one in paths for video in _videos_of(one)]
-        if not videos:
-            raise UserError(f"{source}: no video in it; videos end in {', '.join(SUFFIXES)}")
-        found |= dict.fromkeys(videos)
-    return list(found)
+        wanted = [match for match in matches if match.is_dir() or match.name == path.name or _looks_like_one(match)]
+        videos = [video for match in wanted for video in _videos_of(match)]
+    if not videos:
+        raise UserError(f"{source}: no video in it; videos end in {', '.join(SUFFIXES)}")
+    return videos
 
 
 def _videos_of(path: Path) -> list[Path]:
@@ -60,11 +75,26 @@ def _videos_of(path: Path) -> list[Path]:
     from sagecli.videoprompts import table
 
     if path.is_dir():
-        inside = (file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file())
-        return [file for file in inside if not file.name.startswith(".")]
+        return sorted(file for file in _files_in(path) if _looks_like_one(file))
     if path.name == MANIFEST:
         return [path.parent / row["file"] for row in table(path, ("file",))]
     return [path]
+
+
+def _looks_like_one(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES and file.is_file() and not file.name.startswith(".")
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    """Its files and those of the folders in it, through links too, each folder once."""
+    seen = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(place, name) for name in names)
 
 
 def probe(path: Path) -> VideoInfo:
@@ -75,23 +105,39 @@ def probe(path: Path) -> VideoInfo:
     try:
         with av.open(str(path)) as file:
             stream = _video_stream(file)
-            rate, announced = stream.average_rate or stream.guessed_rate, stream.frames
-            packets = 0
+            rate = stream.average_rate or stream.guessed_rate
+            packets = []
             for packet in file.demux(stream):
-                packets += packet.size > 0
+                packets += [packet.pts] if packet.size else []
                 for frame in packet.decode():
                     first = first or frame
                     frames += 1
                     if frame.time is not None:
                         times.append(frame.time)
+            announced = stream.frames
+            whole = len(packets) >= announced or _is_whole(path, file.format.name, announced, packets)
     except (av.FFmpegError, OSError) as error:
         raise UnreadableVideoError(_reason(path, error, frames)) from None
     if first is None:
         raise UnreadableVideoError("it has no frame")
-    if packets < announced:
-        raise UnreadableVideoError(f"it is cut short: {packets} of {announced} frames are there")
+    if not whole:
+        raise UnreadableVideoError(f"it is cut short: {len(packets)} of {announced} frames are there")
     height, width = _turned(np.empty((first.height, first.width)), first.rotation).shape
     return VideoInfo(frames, _fps(float(rate or 0), times), height, width)
+
+
+def _is_whole(path: Path, container: str, announced: int, packets: list[int | None]) -> bool:
+    """Whether a file with fewer frames than it announces has them all.
+
+    AVI announces places in time, of which a variable rate leaves some empty. In mp4 an edit list, which trims a video,
+    takes frames away that are in the file.
+    """
+    if container == "avi":
+        places = [place for place in packets if place is not None]
+        gaps = [later - earlier for earlier, later in pairwise(places)]
+        return bool(places) and places[-1] + max([1, *gaps]) >= announced
+    with av.open(str(path), options={"ignore_editlist": "1"}) as file:
+        return sum(packet.size > 0 for packet in file.demux(_video_stream(file))) >= announced
 
 
 def _video_stream(file: "av.container.InputContainer") -> "av.VideoStream":

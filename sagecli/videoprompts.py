@@ -21,9 +21,26 @@ class Job:
     """Empty where nothing says it."""
 
 
-def find_prompts(videos: Sequence[Path], map_file: Path | None, for_all: str | None) -> list[Job]:
-    """The prompt of every video. map_file: .csv or .jsonl with the columns video and prompt."""
-    mapped = _read_map(map_file) if map_file is not None else {}
+@dataclass(frozen=True)
+class Found:
+    """Videos with their prompts, and what a map said of others."""
+
+    jobs: list[Job]
+    mapped: int
+    """Rows of the map."""
+    unused: list[str]
+    """The videos of its rows that are none of these."""
+
+
+def find_prompts(videos: Sequence[Path], map_file: Path | None, for_all: str | None) -> Found:
+    """The prompt of every video. map_file: .csv or .jsonl with the columns video and prompt.
+
+    UserError for an empty prompt for all, for a map that says two things of a video, and for one that names none.
+    """
+    if for_all is not None and not for_all.strip():
+        raise UserError("--prompt is empty; it takes a text")
+    rows = table(map_file, ("video", "prompt")) if map_file is not None else []
+    mapped = _places(rows, map_file.parent) if map_file is not None else {}
     manifests: dict[Path, dict[str, str]] = {}
 
     def prompt(video: Path) -> str:
@@ -33,7 +50,11 @@ def find_prompts(videos: Sequence[Path], map_file: Path | None, for_all: str | N
         text = manifest.get(video.name) or _beside(video) or mapped.get(video.resolve()) or mapped.get(Path(video.name))
         return text or for_all or ""
 
-    return [Job(video, prompt(video)) for video in videos]
+    here = {video.resolve() for video in videos} | {Path(video.name) for video in videos}
+    unused = [row["video"] for row in rows if not here & _names(row["video"], map_file.parent if map_file else Path())]
+    if rows and len(unused) == len(rows):
+        raise UserError(f"{map_file}: none of its {len(rows)} rows names a video given here; first {unused[0]}")
+    return Found([Job(video, prompt(video)) for video in videos], len(rows), unused)
 
 
 def require_prompts(jobs: Sequence[Job], rewards: Sequence[str]) -> None:
@@ -62,15 +83,20 @@ def _beside(video: Path) -> str:
     return " ".join(read_text(file).split()) if file.is_file() else ""
 
 
-def _read_map(file: Path) -> dict[Path, str]:
-    """Video -> prompt: by its place from the map's folder and from here, and by its bare name where that is given."""
+def _places(rows: Sequence[dict[str, str]], folder: Path) -> dict[Path, str]:
+    """Video -> prompt; UserError where two rows name one video but other prompts."""
     mapped: dict[Path, str] = {}
-    for row in table(file, ("video", "prompt")):
-        video, prompt = row["video"], row["prompt"]
-        mapped[Path(video).resolve()] = mapped[(file.parent / video).resolve()] = prompt
-        if Path(video).name == video:
-            mapped[Path(video)] = prompt
+    for row in rows:
+        for place in _names(row["video"], folder):
+            if mapped.setdefault(place, row["prompt"]) != row["prompt"]:
+                raise UserError(f"{row['video']} has two prompts: {mapped[place]!r} and {row['prompt']!r}")
     return mapped
+
+
+def _names(video: str, folder: Path) -> set[Path]:
+    """What a map's row may mean: a place from the map's folder or from here, and any video of a bare name."""
+    bare = {Path(video)} if Path(video).name == video else set()
+    return {Path(video).resolve(), (folder / video).resolve()} | bare
 
 
 def table(file: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, str]]:
@@ -90,6 +116,8 @@ def table(file: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> l
 def _cell(entry: dict[str, object], column: str, where: str) -> str:
     if column not in entry:
         hint = did_you_mean(column, entry)
+        if any(";" in name for name in entry):
+            hint = "; put commas between the columns, not semicolons"
         raise UserError(f"{where}: no column {column!r}; it has {', '.join(entry)}{hint}")
     cell = entry[column]
     if not isinstance(cell, str) or not cell.strip():

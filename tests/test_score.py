@@ -267,6 +267,9 @@ def test_a_video_that_a_reward_refuses_fails_alone(sage, clips, tmp_path):
             "no reward here has the axis 'MG'; there are VQ, MQ, TA; did",
         ),
         (("--reward", "videoalign", "--weights", "VQ"), "it takes AXIS=NUMBER, with commas between"),
+        (("--reward", "videoalign", "--weights", "VQ=nan"), "it takes AXIS=NUMBER, with commas between"),
+        (("--reward", "videoalign", "--weights", "VQ=1,VQ=2"), "VQ stands there twice"),
+        (("--reward", "clip", "--option", "clip.name=shapes"), "the reward 'clip' has no option 'name'"),
         (("--reward", "clip", "--option", "clip.frame=3"), "the reward 'clip' has no option 'frame'; its options are"),
         (("--reward", "clip", "--option", "clip.frames=0"), "frames = 0: input should be greater than or equal to 1"),
         (
@@ -299,6 +302,25 @@ def test_what_is_asked_for_wrongly_is_one_sentence(sage, clips, clip, align, arg
     assert "Traceback" not in result.err
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+def edit(model: Path, key: str, value: Any) -> None:
+    """Set a key of model_config.json, or leave it out."""
+    settings = json.loads((model / "model_config.json").read_text())
+    settings[key] = value
+    kept = {name: entry for name, entry in settings.items() if entry is not None}
+    (model / "model_config.json").write_text(json.dumps(kept))
+
+
+def base_file(model: Path, name: str, text: str) -> None:
+    """Give the checkpoint a base of its own, one file of which is spoilt."""
+    settings = json.loads((model / "model_config.json").read_text())
+    base = shutil.copytree(settings["model_config"]["model_name_or_path"], model / "base")
+    (base / name).write_text(text)
+    edit(model, "model_config", settings["model_config"] | {"model_name_or_path": "base"})
+
+
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
@@ -308,6 +330,19 @@ def test_what_is_asked_for_wrongly_is_one_sentence(sage, clips, clip, align, arg
             lambda model: torch.save({"a": torch.zeros(1)}, model / "checkpoint-7" / "model.pth"),
             "does not fit this Qwen2-VL",
         ),
+        (lambda model: (model / "checkpoint-7" / "model.pth").write_text("hi"), "is not a whole file of weights"),
+        (
+            lambda model: os.truncate(model / "checkpoint-7" / "model.pth", 5000),
+            "is not a whole file of weights",
+        ),
+        (lambda model: (model / "checkpoint-7" / "model.pth").write_text(POINTER), "is a Git LFS pointer"),
+        (lambda model: (model / "model_config.json").write_text(POINTER), "is a Git LFS pointer"),
+        (lambda model: (model / "model_config.json").write_text("[1]"), "is list, not an object"),
+        (lambda model: edit(model, "peft_lora_config", None), "peft_lora_config.lora_alpha is missing"),
+        (lambda model: edit(model, "inference_config", {"VQ_mean": 0.0}), "inference_config.VQ_std is missing"),
+        (lambda model: edit(model, "data_config", 3), "data_config of the VideoAlign weights is int, not an object"),
+        (lambda model: base_file(model, "config.json", "{"), "config.json' is not a valid JSON file"),
+        (lambda model: base_file(model, "tokenizer.json", "{"), "its tokenizer cannot be read"),
     ],
 )
 def test_a_broken_model_is_one_sentence_and_writes_nothing(sage, clips, align, tmp_path, spoil, sentence):
@@ -361,8 +396,128 @@ def test_scores_of_two_models_do_not_mix(sage, clips, clip, align, tmp_path):
     other = shutil.copytree(clip, tmp_path / "other")
     save(clips / "d.mp4", moving(4))
     result = sage(*options, "--reward", "clip", "--path", str(other), "--prompt", "x", "--resume")
-    assert (result.code, "was scored with clip.model" in result.err) == (2, True)
+    assert (result.code, "was scored with clip.path = " in result.err) == (2, True)
+    for option, differs in (
+        (("--option", "clip.scale=cosine"), "clip.scale = x2.5, not cosine"),
+        (("--option", "clip.frames=2"), "clip.frames = 8, not 2"),
+        (("--weights", "CLIPScore=2"), "weights.CLIPScore = None, not 2.0"),
+    ):
+        result = sage(*options, "--reward", "clip", "--path", clip, *option, "--resume")
+        assert (result.code, differs in result.err) == (2, True), result.err
     assert out.read_text() == before
+    (clips / "d.mp4").unlink()
+    result = sage(
+        *options, "--reward", "clip", "--path", os.path.relpath(clip), "--option", "clip.frames=8", "--resume"
+    )
+    assert result.code == 0, result.err
+    assert out.read_text() == before
+
+
+ODD_ROWS = {
+    "list.jsonl": "[1, 2]\n",
+    "no-prompt.jsonl": '{"video": "a.mp4", "scores": {"CLIPScore": 1.0}}\n',
+    "null.jsonl": '{"video": "a.mp4", "prompt": "x", "scores": {"CLIPScore": null}}\n',
+    "text.csv": "video,prompt,scores.CLIPScore\na.mp4,x,high\n",
+    "other.csv": "a,b\n1,2\n",
+}
+
+
+@pytest.mark.parametrize("name", ODD_ROWS)
+def test_a_file_of_something_else_is_not_completed(sage, clips, clip, tmp_path, name):
+    (tmp_path / name).write_text(ODD_ROWS[name])
+    result = sage("score", str(clips), "--reward", "clip", "--path", clip, "--out", str(tmp_path / name), "--resume")
+    assert (result.code, "is not a file of scores" in result.err) == (2, True)
+    assert (tmp_path / name).read_text() == ODD_ROWS[name]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_prompts_with_line_ends_and_quotes_are_resumed(sage, clips, clip, tmp_path, suffix):
+    for beside in clips.glob("*.txt"):
+        beside.unlink()
+    out = tmp_path / f"s.{suffix}"
+    options = ("--reward", "clip", "--path", clip, "--prompt", 'a\r\nb, "c"\rd\ne', "--out", str(out))
+    assert sage("score", str(clips), *options).code == 0
+    before = out.read_bytes()
+    result = sage("score", str(clips), *options, "--resume")
+    assert (result.code, "3 of 3 videos scored" in result.out) == (0, True)
+    assert out.read_bytes() == before
+    assert "1 of 1 videos scored" in sage("score", str(clips / "a.mp4"), *options, "--resume").out
+
+
+def test_the_output_is_refused_before_anything_is_loaded(sage, clips, clip, tmp_path):
+    broken = Path(shutil.copytree(clip, tmp_path / "broken"))
+    (broken / "model.safetensors").write_bytes(b"")  # what loading would complain of
+    prompts = tmp_path / "map.csv"
+    prompts.write_text("video,prompt\na.mp4,x\n")
+    (tmp_path / "folder.jsonl").mkdir()
+    for out, sentence in (
+        (prompts, "this file is read too"),
+        (clips / "manifest.jsonl", "this name is that of a rollout's manifest"),
+        (tmp_path / "folder.jsonl", "this is a folder; name a file"),
+        (clips / "a.mp4" / "s.jsonl", "cannot be written to"),
+    ):
+        options = ("--prompts", str(prompts), "--out", str(out), "--force")
+        result = sage("score", str(clips), "--reward", "clip", "--path", str(broken), *options)
+        assert (result.code, sentence in result.err) == (2, True), result.err
+    assert prompts.read_text() == "video,prompt\na.mp4,x\n"
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_map_is_checked_against_the_videos(sage, clips, clip, tmp_path):
+    for beside in clips.glob("*.txt"):
+        beside.unlink()
+    prompts = tmp_path / "map.csv"
+    options = ("--reward", "clip", "--path", clip, "--prompts", str(prompts), "--prompt", "a kite")
+    prompts.write_text("video,prompt\na.mp4,x\nz.mp4,y\n")
+    result = sage("score", str(clips), *options)
+    assert (result.code, "map.csv: 1 of 2 rows name no video here, first z.mp4" in result.out) == (0, True)
+    prompts.write_text("video,prompt\nz.mp4,y\n")
+    result = sage("score", str(clips), *options)
+    assert (result.code, "none of its 1 rows names a video given here; first z.mp4" in result.err) == (2, True)
+    prompts.write_text("video,prompt\na.mp4,x\na.mp4,y\n")
+    result = sage("score", str(clips), *options)
+    assert (result.code, "a.mp4 has two prompts: 'x' and 'y'" in result.err) == (2, True)
+    prompts.write_text("video;prompt\na.mp4;x\n")
+    result = sage("score", str(clips), *options)
+    assert (result.code, "put commas between the columns, not semicolons" in result.err) == (2, True)
+    result = sage("score", str(clips), "--reward", "clip", "--path", clip, "--prompt", "  ")
+    assert (result.code, "--prompt is empty" in result.err) == (2, True)
+
+
+def test_a_name_that_is_no_text_fails_alone(sage, clips, clip, tmp_path):
+    shutil.copy(clips / "a.mp4", os.fsdecode(os.fsencode(clips) + b"/n\xff.mp4"))
+    out = tmp_path / "s.jsonl"
+    result = sage("score", str(clips), "--reward", "clip", "--path", clip, "--prompt", "x", "--out", str(out))
+    assert (result.code, "n\\xff.mp4: its name is not UTF-8; rename it" in result.out) == (1, True)
+    assert len(rows(out)) == 3
+
+
+def test_large_videos_are_scored_in_smaller_batches(sage, clips, clip, tmp_path, monkeypatch):
+    from sagecli import score
+
+    out, alone = tmp_path / "s.jsonl", tmp_path / "alone.jsonl"
+    options = ("--reward", "clip", "--path", clip)
+    assert sage("score", str(clips), *options, "--batch", "1", "--out", str(alone)).code == 0
+    monkeypatch.setattr(score, "MAX_BYTES", 12 * 48 * 64 * 9)
+    assert sage("score", str(clips), *options, "--batch", "8", "--out", str(out)).code == 0
+    assert out.read_text() == alone.read_text()  # bitwise, as only the same batches give
+
+
+def test_a_reward_that_takes_too_long_leaves_what_was_scored(sage, clips, clip, tmp_path, monkeypatch):
+    def slow(self: ClipScore, videos: torch.Tensor, prompts: Any, fps: float) -> Any:
+        if videos.shape[-1] == 47:
+            time.sleep(5)
+        return score(self, videos, prompts, fps)
+
+    score = ClipScore.score
+    monkeypatch.setattr(ClipScore, "score", slow)
+    out = tmp_path / "s.jsonl"
+    result = sage("score", str(clips), "--reward", "clip", "--path", clip, "--timeout", "2", "--out", str(out))
+    assert result.code == 1
+    assert "2 of 3 videos scored" in result.out
+    assert "the reward 'clip' did not come back within" in result.out
+    assert "│ CLIPScore" in result.out
+    assert len(rows(out)) == 2
 
 
 def test_ctrl_c_leaves_a_whole_file_that_can_be_completed(clips, align, tmp_path):

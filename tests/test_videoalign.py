@@ -253,7 +253,7 @@ def test_every_key_has_its_place(copied, change, message):
         VideoAlign(str(copied)).load()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut short", b"version https://git-lfs.github.com/spec/v1\n"])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut short", b"hi", bytes(range(256)) * 20])
 def test_a_file_that_is_no_checkpoint_is_named(copied, content):
     (copied / "checkpoint-7" / "model.pth").write_bytes(content)
     with pytest.raises(UserError, match=r"model\.pth is not a whole file of weights"):

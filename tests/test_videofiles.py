@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from video_files import moving, save, save_sound, turn
+from video_files import moving, save, save_sound, trim, turn
 
 from sagecli.errors import UserError
 from sagecli.videofiles import UnreadableVideoError, VideoInfo, find_videos, probe, read_frames
@@ -47,6 +47,21 @@ def test_a_variable_rate_counts_frames_and_measures_their_rate(tmp_path):
     assert info.fps == pytest.approx(4 / 2.0, rel=1e-3)
 
 
+def test_a_variable_rate_in_avi_is_not_taken_for_a_cut_file(tmp_path):
+    path = save(tmp_path / "v.avi", moving(5), "mpeg4", times=[0, 125, 500, 625, 2000])
+    assert probe(path).num_frames == 5
+
+
+def test_a_trimmed_mp4_is_whole_and_read_as_it_is_shown(tmp_path):
+    frames = moving(40)
+    path = save(tmp_path / "t.mp4", frames, "mpeg4")  # with a key frame every 12
+    trim(path, start=26, count=8)
+    assert probe(path).num_frames == 8
+    shown = read_frames(path, [0, 7]).permute(0, 2, 3, 1).numpy()
+    for number, pixels in zip((26, 33), shown, strict=True):
+        assert int(np.abs(frames.astype(float) - pixels).mean((1, 2, 3)).argmin()) == number
+
+
 def test_a_turned_video_is_read_as_it_is_shown(tmp_path):
     frames = moving(3)
     path = save(tmp_path / "t.mp4", frames)
@@ -91,6 +106,12 @@ def test_paths_name_videos_once_and_in_order(tmp_path):
     assert [path.relative_to(tmp_path).as_posix() for path in found] == ["a.MP4", "b.mp4", "inner/c.webm"]
     assert find_videos([str(tmp_path / "b.mp4"), str(tmp_path)])[0] == tmp_path / "b.mp4"
     assert find_videos([f"{tmp_path}/**/*.webm"]) == [tmp_path / "inner/c.webm"]
+    (tmp_path / "picture.png").touch()
+    assert find_videos([f"{tmp_path}/*"]) == [tmp_path / name for name in ("a.MP4", "b.mp4", "inner/c.webm")]
+    (tmp_path / "again").symlink_to(tmp_path / "inner")
+    (tmp_path / "inner" / "loop").symlink_to(tmp_path)
+    assert find_videos([str(tmp_path / "again"), str(tmp_path / "inner" / "c.webm")])[0] == tmp_path / "again/c.webm"
+    assert len(find_videos([str(tmp_path / "again"), str(tmp_path)])) == 3
     (tmp_path / "manifest.jsonl").write_text('{"file": "b.mp4", "prompt": "x"}\n')
     assert find_videos([str(tmp_path / "manifest.jsonl")]) == [tmp_path / "b.mp4"]
 

@@ -71,3 +71,15 @@ def turn(path: Path) -> Path:
     data[matrix : matrix + 36] = b"".join(value.to_bytes(4, "big", signed=True) for value in quarter)
     path.write_bytes(data)
     return path
+
+
+def trim(path: Path, start: int, count: int, fps: int = 8) -> Path:
+    """Say in an mp4's edit list that only `count` frames from `start` on are shown, as editors that cut do."""
+    data = bytearray(path.read_bytes())
+    scale = data.index(b"mdhd") + 16  # units a second; version and two times come before it
+    rate = int.from_bytes(data[scale : scale + 4], "big")
+    edit = data.index(b"elst") + 12  # its one entry: the length in 1/1000 s, then where it starts
+    for place, value in ((edit, count * 1000 // fps), (edit + 4, start * rate // fps)):
+        data[place : place + 4] = value.to_bytes(4, "big")
+    path.write_bytes(data)
+    return path
