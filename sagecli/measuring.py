@@ -12,7 +12,7 @@ from sagecli.engine import sampler
 from sagecli.engine.advantage import combine
 from sagecli.engine.noise import sample_seed
 from sagecli.engine.rollout import Group, Sampling, Tick, decode, rollout, video_size
-from sagecli.engine.train import Score
+from sagecli.engine.samples import Score
 from sagecli.engine.update import trainable
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ RUNS_HERE = """What runs here now, on the embedded model:
 
 
 def device() -> torch.device:
-    """Where models run."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Where models run: of several GPUs this process's own."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def missing_for_model(config: "Config") -> list[str]:

@@ -139,9 +139,13 @@ class RunDir:
         write_jsonl(self.metrics, (row for row in read_jsonl(self.metrics) if row["round"] < round))
         write_jsonl(self.evaluations, (row for row in read_jsonl(self.evaluations) if row["round"] <= round))
 
+    def place(self, kind: str, round: int) -> Path:
+        """Where a round's rollouts or evaluation lie."""
+        return self.path / kind / round_name(round)
+
     def folder(self, kind: str, round: int) -> Path:
         """The folder of a round's rollouts or evaluation, empty."""
-        path = self.path / kind / round_name(round)
+        path = self.place(kind, round)
         if path.exists():
             shutil.rmtree(path)
         path.mkdir(parents=True)

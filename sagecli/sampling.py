@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from sagecli import checkpoint, media
 from sagecli.backends import Backbone
 from sagecli.engine.noise import sample_seed
-from sagecli.engine.rollout import Group, Sampling, Tick, decode, rollout, video_size
+from sagecli.engine.rollout import Group, Sampling, Tick, decode, rollout, start_seeds, video_size
 from sagecli.engine.sampler import build_table
-from sagecli.engine.train import Scored
+from sagecli.engine.samples import Scored
 from sagecli.loading import load_config
 from sagecli.prompts import Prompt
 from sagecli.rundir import append_jsonl, read_jsonl, write_jsonl
@@ -79,9 +79,7 @@ class Rollouts:
         self.out = out
         self.manifest = out / "manifest.jsonl"
         table = build_table(config.sampler)
-        self.sampling = Sampling(
-            table, video_size(config), config.sampler.guidance, config.train.micro_batch, config.sampler.shared_noise
-        )
+        self.sampling = Sampling(table, video_size(config), config.sampler.guidance, config.train.micro_batch)
 
     def done(self) -> list[int]:
         """The prompt's number of every video that the manifest has."""
@@ -95,6 +93,7 @@ class Rollouts:
 
     def make(self, place: int, group: Group, tick: Tick) -> list[str]:
         """Sample one prompt's videos, write them and their manifest lines; returns what could not be scored."""
+        group = replace(group, start=start_seeds(self.config, group.seeds))
         micro_batch = min(self.sampling.micro_batch, len(group.seeds))
         trajectories = rollout(self.backbone, group, replace(self.sampling, micro_batch=micro_batch), tick)
         videos = decode(self.backbone, trajectories.latents[-1], micro_batch)

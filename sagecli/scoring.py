@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sagecli import preflight, registry
 from sagecli.config_reward import RewardSource
-from sagecli.engine.train import Scored
+from sagecli.engine.samples import Scored
 from sagecli.errors import RunStopped, UserError, did_you_mean
 from sagecli.rewards import Reward, Scores
 

@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from sagecli.engine.train import Sampled
+from sagecli.engine.samples import ScoredGroup
 
 Rows = list[dict[str, Any]]
 """One row a held-out video: prompt, seed, reward, axes, monitors; null where scoring failed."""
 
 
-def sample_rows(sample: Sampled, seeds: Sequence[int]) -> Rows:
+def sample_rows(sample: ScoredGroup, seeds: Sequence[int]) -> Rows:
     """One row a video of a group: prompt, seed, reward, axes, monitors; null where scoring failed."""
     return [
         {
-            "prompt": sample.trajectories.group.prompt,
+            "prompt": sample.group.prompt,
             "seed": seed,
             "reward": finite(sample.reward[index]),
             "axes": {name: finite(values[index]) for name, values in sample.scored.axes.items()},

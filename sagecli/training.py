@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from sagecli import checkpoint, media, preflight, registry, selfcheck
 from sagecli.backends import Backbone
+from sagecli.engine.processes import ALONE, Processes
 from sagecli.engine.rollout import Tick, round_sampling
 from sagecli.engine.train import Round, evaluate, train_round
 from sagecli.engine.update import Learner
@@ -65,10 +66,11 @@ def _texts(source: str) -> list[str]:
 class Training:
     """A run in progress: the learner and everything around it."""
 
-    def __init__(self, config: "Config", run: RunDir, watcher: Watcher) -> None:
+    def __init__(self, config: "Config", run: RunDir, watcher: Watcher, processes: Processes = ALONE) -> None:
         self.config = config
         self.run = run
         self.watcher = watcher
+        self.processes = processes
         self.prompts, self.heldout = _texts(config.train.prompts), _texts(config.eval.prompts)
         check_weights(config.reward, make_rewards(config.reward.models))
         if config.model.train == "frozen":
@@ -79,18 +81,22 @@ class Training:
             )
         self.backbone = build_backbone(config.model, self.prompts + self.heldout)
         self.score = Scorer.loaded(config.reward.models, config.video.fps, config.reward.timeout)
-        self.learner = Learner(config, self.backbone)
-        self.trackers = Trackers(config, run.path)
+        self.learner = Learner(config, self.backbone, processes)
+        self.trackers = Trackers(config, run.path) if processes.first else None
 
     def resume(self, saved: Path | None) -> int:
         """Go back to a checkpoint, or to the start without one; returns the rounds that it has behind it."""
         if saved is not None:
             checkpoint.restore(self.learner, saved)
-            checkpoint.rewind(self.run.checkpoints, saved)
-        self.run.rewind(self.learner.round)
+        self.processes.by_first(lambda: self._rewind(saved))
         for first in read_jsonl(self.run.evaluations)[:1]:
             self.watcher.resumed(self.learner.round, first)
         return self.learner.round
+
+    def _rewind(self, saved: Path | None) -> None:
+        if saved is not None:
+            checkpoint.rewind(self.run.checkpoints, saved)
+        self.run.rewind(self.learner.round)
 
     def finish(self) -> dict[str, Any]:
         """Train to the end and write the summary; a signal saves and raises Interrupted."""
@@ -106,10 +112,14 @@ class Training:
                 self._save()
                 raise
             finally:
-                self.trackers.finish()
-        summary = self._summarize()
+                if self.trackers:
+                    self.trackers.finish()
+        self.processes.by_first(self._write_ending)
+        return dict(json.loads((self.run.path / "summary.json").read_text(encoding="utf-8")))
+
+    def _write_ending(self) -> None:
+        self._summarize()
         report_runs([self.run.path], None)
-        return summary
 
     def _loop(self, tick: Tick) -> None:
         while True:
@@ -121,19 +131,26 @@ class Training:
             if done.number == 0:
                 done.updates[0]["checks"], found = selfcheck.first_round(self.config, self.learner, self.score, done)
                 self.watcher.checked(found)
-            for metrics in done.updates:
-                append_jsonl(self.run.metrics, metrics)
-                self.trackers.log("train", metrics)
+            if self.processes.first:
+                self._log(done)
             if self.learner.round % self.config.train.save_every == 0:
                 self._save()
-            every = self.config.train.report_every
-            if every and any(metrics["update"] % every == 0 for metrics in done.updates):
-                report_runs([self.run.path], None)
             self.watcher.round_done(done)
         self._save()
 
+    def _log(self, done: Round) -> None:
+        for metrics in done.updates:
+            append_jsonl(self.run.metrics, metrics)
+            if self.trackers:
+                self.trackers.log("train", metrics)
+        every = self.config.train.report_every
+        if every and any(metrics["update"] % every == 0 for metrics in done.updates):
+            report_runs([self.run.path], None)
+
     def _save(self) -> None:
         """Write a checkpoint of the last finished round, unless it has one or a part of the next was applied."""
+        if not self.processes.first:
+            return
         latest = self.run.checkpoints / checkpoint.LATEST
         saved = latest.exists() and latest.resolve().name == round_name(self.learner.round)
         if self.learner.between_rounds and not saved:
@@ -148,46 +165,61 @@ class Training:
     def _evaluate_if_due(self, tick: Tick) -> None:
         round, rounds, every = self.learner.round, self.config.train.rounds, self.config.train.eval_every
         due = round in (0, rounds) or (every > 0 and round % every == 0)
-        if due and all(row["round"] != round for row in read_jsonl(self.run.evaluations)):
+        missing = all(row["round"] != round for row in read_jsonl(self.run.evaluations))
+        if due and self.processes.gather(missing)[0]:
             self._evaluate(tick)
 
     def _evaluate(self, tick: Tick) -> None:
+        """Each process evaluates some of the prompts; the first one writes what they found."""
         started = time.perf_counter()
-        seeds = self.config.eval.seeds
-        folder = self.run.folder("evaluations", self.learner.round)
-        shown = np.linspace(0, len(self.heldout) - 1, min(self.config.eval.videos, len(self.heldout))).round()
-        rows: Rows = []
-        sheet = []
-        with self.learner.evaluated_policy():
-            for place, sample in enumerate(evaluate(self.config, self.backbone, self.score, self.heldout, tick)):
-                of_prompt = sample_rows(sample, seeds)
-                rows += of_prompt
+        round, count = self.learner.round, self.config.eval.videos
+        folder = self.run.place("evaluations", round)
+        self.processes.by_first(lambda: self.run.folder("evaluations", round))
+        shown = set(np.linspace(0, len(self.heldout) - 1, min(count, len(self.heldout))).round().astype(int).tolist())
+        mine = range(self.processes.rank, len(self.heldout), self.processes.count)
+
+        def work() -> dict[int, tuple[Rows, Any]]:
+            found = {}
+            prompts = {place: self.heldout[place] for place in mine}
+            for place, sample, scored in evaluate(self.config, self.backbone, self.score, prompts, tick):
+                rows, picture = sample_rows(scored, self.config.eval.seeds), None
                 if place in shown:
                     media.write_video(folder / f"{place:03d}.mp4", sample.videos[0], self.config.video.fps)
-                    sheet.append(media.sheet_row(sample.videos[0], of_prompt[0]))
-        media.write_sheet(folder / "sheet.png", f"held out, after {self.learner.round} rounds", sheet)
-        write_jsonl(folder / "scores.jsonl", rows)
+                    picture = media.sheet_row(sample.videos[0], rows[0])
+                found[place] = rows, picture
+            return found
+
+        with self.learner.evaluated_policy():
+            told = self.processes.together(work)
+        found = dict(sorted(entry for part in told for entry in part.items()))
+        rows = [row for of_prompt, _ in found.values() for row in of_prompt]
         failed = sum(row["reward"] is None for row in rows)
-        evaluation = {"round": self.learner.round, "update": self.learner.update, "failed": failed} | means(rows)
+        evaluation = {"round": round, "update": self.learner.update, "failed": failed} | means(rows)
         evaluation["evaluate_seconds"] = time.perf_counter() - started
-        append_jsonl(self.run.evaluations, evaluation)
-        self.trackers.log("heldout", evaluation)
+        if self.processes.first:
+            sheet = [picture for _, picture in found.values() if picture is not None]
+            media.write_sheet(folder / "sheet.png", f"held out, after {round} rounds", sheet)
+            write_jsonl(folder / "scores.jsonl", rows)
+            append_jsonl(self.run.evaluations, evaluation)
+        if self.trackers:
+            self.trackers.log("heldout", evaluation)
         self.watcher.evaluated(evaluation)
 
     def _keep_rollouts(self, done: Round) -> None:
-        """Write the first videos of the first groups, with their scores."""
+        """Write the first videos of the first groups, each where it was made, with their scores."""
         count = self.config.train.videos_per_round
         if not count:
             return
-        folder = self.run.folder("rollouts", done.number)
-        rows = []
-        for place, sample in enumerate(done.groups[:count]):
-            row = sample_rows(sample, sample.trajectories.group.seeds)[0]
-            media.write_video(folder / f"{place:03d}.mp4", sample.videos[0], self.config.video.fps)
-            rows.append({"file": f"{place:03d}.mp4"} | row)
-        write_jsonl(folder / "scores.jsonl", rows)
+        folder = self.run.place("rollouts", done.number)
+        self.processes.by_first(lambda: self.run.folder("rollouts", done.number))
+        for place, sampled in done.own.items():
+            if place < count and done.share[place][0] == 0:
+                media.write_video(folder / f"{place:03d}.mp4", sampled.videos[0], self.config.video.fps)
+        if self.processes.first:
+            rows = [sample_rows(scored, scored.group.seeds)[0] for scored in done.groups[:count]]
+            write_jsonl(folder / "scores.jsonl", [{"file": f"{place:03d}.mp4"} | row for place, row in enumerate(rows)])
 
-    def _summarize(self) -> dict[str, Any]:
+    def _summarize(self) -> None:
         folders = [self.run.path / "evaluations" / round_name(round) for round in (0, self.learner.round)]
         before, after = (read_jsonl(folder / "scores.jsonl") for folder in folders)
         times = read_jsonl(self.run.metrics) + read_jsonl(self.run.evaluations)
@@ -199,4 +231,3 @@ class Training:
         }
         media.side_by_side(self.run.path / "before-after.png", *(folder / "sheet.png" for folder in folders))
         write_text(self.run.path / "summary.json", json.dumps(summary, indent=1) + "\n")
-        return summary

@@ -13,7 +13,8 @@ from sagecli.backends.hunyuanvideo15 import HunyuanVideo15
 from sagecli.config import Config
 from sagecli.engine.noise import gaussian, sample_seed, shuffled
 from sagecli.engine.rollout import Group, rollout, round_groups, round_sampling
-from sagecli.engine.train import Scored, sample_group, train_round, update_slices
+from sagecli.engine.samples import Scored, gathered, tell
+from sagecli.engine.train import sample_group, train_round, update_slices
 from sagecli.engine.update import Learner, make_batches, update_policy
 from sagecli.errors import RunStopped
 
@@ -373,7 +374,8 @@ def sampling_of(config: Config, micro_batch: int) -> Any:
 
 def test_shared_noise_starts_a_group_from_one_place(random_pipeline):
     config = make_config(random_pipeline, sampler={"shared_noise": True})
-    trajectories = rollout(make_backbone(config), Group(PROMPTS[0], (1, 2, 3)), round_sampling(config, 0), no_tick)
+    group = round_groups(config, PROMPTS, 0)[0]
+    trajectories = rollout(make_backbone(config), group, round_sampling(config, 0), no_tick)
     assert torch.equal(trajectories.latents[0, 0], trajectories.latents[0, 2])
     assert not torch.equal(trajectories.latents[1, 0], trajectories.latents[1, 2])
 
@@ -413,8 +415,7 @@ def test_named_noise():
 
 def test_sampled_group_is_scored_in_memory(random_pipeline):
     config = make_config(random_pipeline)
-    sampled = sample_group(
-        config, make_backbone(config), Group(PROMPTS[0], (1, 2)), round_sampling(config, 0), brightness, no_tick
-    )
+    group = Group(PROMPTS[0], (1, 2))
+    sampled = sample_group(make_backbone(config), group, round_sampling(config, 0), brightness, no_tick)
     expected = sampled.videos.double().mean((1, 2, 3, 4)).float()
-    assert torch.equal(sampled.reward, expected)
+    assert torch.equal(gathered(group, [tell(sampled)], config.reward).reward, expected)

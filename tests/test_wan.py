@@ -14,8 +14,9 @@ from torch import Tensor
 from sagecli.backends import VideoSize
 from sagecli.backends.wan import Wan
 from sagecli.config import Config, ModelConfig
+from sagecli.engine.samples import Scored
 from sagecli.engine.schedule import sigma_schedule
-from sagecli.engine.train import Scored, train_round
+from sagecli.engine.train import train_round
 from sagecli.engine.update import Learner
 from sagecli.errors import UserError
 

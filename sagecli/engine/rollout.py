@@ -4,7 +4,7 @@ Sampling and training call the model with one micro-batch shape, the last one pa
 sampled them the log-probs of stored actions come out bitwise the same (METHOD.md section 2).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,13 @@ class Group:
     prompt: str
     seeds: tuple[int, ...]
     """One seed a sample: its initial noise and the noise of each of its steps."""
+    start: tuple[int, ...] = ()
+    """Other seeds for the initial noise, where the samples share it (DanceGRPO)."""
+
+    def part(self, samples: Sequence[int]) -> "Group":
+        """The group of some of its samples."""
+        start = self.start and tuple(self.start[sample] for sample in samples)
+        return Group(self.prompt, tuple(self.seeds[sample] for sample in samples), start)
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,6 @@ class Sampling:
     size: VideoSize
     guidance: float
     micro_batch: int
-    shared_noise: bool = False
-    """All samples of a group start from the first one's initial noise (DanceGRPO)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def round_sampling(config: "Config", round: int) -> Sampling:
     """How the rollouts of a round are sampled."""
     table = sampler.build_table(config.sampler, config.objective.equalizer, round, config.train.seed)
     micro_batch = min(config.train.micro_batch, config.train.group_size)
-    return Sampling(table, video_size(config), config.sampler.guidance, micro_batch, config.sampler.shared_noise)
+    return Sampling(table, video_size(config), config.sampler.guidance, micro_batch)
 
 
 def round_groups(config: "Config", prompts: list[str], round: int) -> list[Group]:
@@ -75,9 +80,14 @@ def round_groups(config: "Config", prompts: list[str], round: int) -> list[Group
     for place in range(count):
         epoch, index = divmod(round * count + place, len(prompts))
         prompt = prompts[shuffled(len(prompts), seed, epoch)[index]]
-        seeds = (sample_seed(seed, round, place, sample) for sample in range(config.train.group_size))
-        groups.append(Group(prompt, tuple(seeds)))
+        seeds = tuple(sample_seed(seed, round, place, sample) for sample in range(config.train.group_size))
+        groups.append(Group(prompt, seeds, start_seeds(config, seeds)))
     return groups
+
+
+def start_seeds(config: "Config", seeds: Sequence[int]) -> tuple[int, ...]:
+    """Seeds of a group's initial noise where all of its samples start from the first one's; none else."""
+    return (seeds[0],) * len(seeds) if config.sampler.shared_noise else ()
 
 
 def micro_batches(size: int, micro_batch: int) -> Iterator[tuple[Tensor, int]]:
@@ -93,8 +103,8 @@ def rollout(backbone: Backbone, group: Group, sampling: Sampling, tick: Tick) ->
     latents, log_probs = [], []
     for indices, count in micro_batches(len(group.seeds), sampling.micro_batch):
         seeds = [group.seeds[index] for index in indices.tolist()]
-        start = [group.seeds[0]] * len(seeds) if sampling.shared_noise else seeds
-        initial = backbone.initial_latents(start, sampling.size)
+        start = group.start or group.seeds
+        initial = backbone.initial_latents([start[index] for index in indices.tolist()], sampling.size)
         states, log_prob = _walk(backbone, conditioning, initial, seeds, sampling, tick)
         latents.append(states[:, :count])
         log_probs.append(log_prob[:, :count])

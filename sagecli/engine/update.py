@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sagecli.backends import Backbone
 from sagecli.engine import optimizer, sampler
 from sagecli.engine.objective import policy_loss
+from sagecli.engine.processes import ALONE, Processes
 from sagecli.engine.rollout import Sampling, Tick, Trajectories, micro_batches
 from sagecli.engine.trust_region import TrustRegion
 from sagecli.errors import RunStopped
@@ -33,8 +34,9 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 class Learner:
     """Everything that changes during a run: the policy's weights, optimizers, remembered policies, counters."""
 
-    def __init__(self, config: "Config", backbone: Backbone) -> None:
+    def __init__(self, config: "Config", backbone: Backbone, processes: Processes = ALONE) -> None:
         self.config = config
+        self.processes = processes
         self.parameters = trainable(backbone.module)
         self.optimizers = optimizer.build_optimizers(config.optimizer, list(self.parameters.values()))
         self.trust_region = TrustRegion(config.trust_region, list(self.parameters.values()), config.optimizer.ema)
@@ -84,9 +86,18 @@ class Totals:
     pairs: int
     step_squares: dict[int, Tensor | float]
     """Trained step -> sum of squares of the policy loss's gradient in the velocity; empty where it is not wanted."""
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    ratio_error: Tensor = field(default_factory=lambda: torch.zeros(()))
+    sums: dict[str, Tensor | float] = field(default_factory=dict)
+    ratio_error: Tensor | float = 0.0
     """Largest |ratio - 1|."""
+
+    def gather(self, processes: Processes) -> None:
+        """Make them those of all processes."""
+        mine = ({k: float(v) for k, v in self.sums.items()}, {k: float(v) for k, v in self.step_squares.items()})
+        found = processes.gather((*mine, float(self.ratio_error)))
+        names = dict.fromkeys(name for sums, _, _ in found for name in sums)
+        self.sums = {name: sum(sums.get(name, 0.0) for sums, _, _ in found) for name in names}
+        self.step_squares = {step: sum(squares[step] for _, squares, _ in found) for step in self.step_squares}
+        self.ratio_error = max(error for _, _, error in found)
 
     def add(self, name: str, values: Tensor) -> None:
         """Add the sum of values, without gradient."""
@@ -116,17 +127,19 @@ class Totals:
 def update_policy(
     learner: Learner, backbone: Backbone, batches: list[Batch], sampling: Sampling, tick: Tick
 ) -> dict[str, Any]:
-    """Make one update from the batches; returns its metrics. Without a used sample or an SDE step it is skipped.
+    """Make one update from the batches of every process; returns its metrics, the same in all.
 
-    So is one whose gradient is not finite; RunStopped after more than optimizer.max_skipped of them in a row.
+    Without a used sample or an SDE step it is skipped. So is one whose gradient is not finite; RunStopped after more
+    than optimizer.max_skipped of them in a row.
     """
+    processes = learner.processes
     steps = sampling.table.trained_steps
     lambda_kl = learner.trust_region.lambda_kl
-    skipped = not batches or not steps  # a window may hold nothing but ODE steps
+    pairs = sum(processes.gather(int(sum(batch.weight.sum() for batch in batches)))) * len(steps)
+    skipped = not pairs  # a window may hold nothing but ODE steps
     metrics: dict[str, Any] = {"skipped": skipped, "lambda_kl": lambda_kl if learner.trust_region.betas else 0.0}
     if skipped:
         return metrics
-    pairs = int(sum(batch.weight.sum() for batch in batches)) * len(steps)
     references = remembered_velocities(learner, backbone, batches, sampling, tick)
     every = learner.config.train.diagnose_every
     diagnosed = every > 0 and (learner.update + 1) % every == 0
@@ -144,6 +157,8 @@ def update_policy(
                 totals.add("kl", beta * values)
                 kl = kl + beta * values.sum()
             gradients.add(policy / pairs, lambda_kl * kl / pairs)
+    gradients.gather(processes)
+    totals.gather(processes)
     metrics |= totals.means() | gradients.norms() | {"ratio_error": float(totals.ratio_error)}
     if diagnosed:
         metrics["step_gradients"] = totals.step_gradients(sampling.table)
@@ -205,7 +220,7 @@ def policy_term(
     totals.add_step_gradient(step, loss, velocity)
     totals.add("ratio", ratio * batch.weight)
     totals.add("clipped", (error > config.objective.clip_range).float())
-    totals.ratio_error = torch.maximum(totals.ratio_error.to(error.device), error.max())
+    totals.ratio_error = error.max().clamp(min=totals.ratio_error)
     return loss.sum()
 
 
@@ -225,6 +240,14 @@ class Gradients:
             for total, gradient in zip(self.kl_part, gradients, strict=True):
                 total += gradient
         (policy + kl).backward()
+
+    def gather(self, processes: Processes) -> None:
+        """Sum them over the processes, of which some had nothing to add."""
+        if processes.count > 1:
+            for parameter in self.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            processes.add([p.grad for p in self.parameters if p.grad is not None] + (self.kl_part or []))
 
     def norms(self) -> dict[str, float]:
         """Norms of the two parts, where they were kept apart."""
