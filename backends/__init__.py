@@ -42,7 +42,7 @@ class Backbone(Protocol):
         """Standard normal latents [B, C, F', H', W'], one per seed, drawn on the CPU: the same in any batch."""
 
     def velocity(self, latents: Tensor, sigma: float, conditioning: Any, guidance: float) -> Tensor:
-        """Velocity [B, C, F', H', W'] float32 at latents; one prompt's conditioning for the whole batch."""
+        """Velocity at latents, in their shape and dtype; one prompt's conditioning for the whole batch."""
 
     def decode(self, latents: Tensor) -> Tensor:
         """Videos [B, F, 3, H, W] in [0, 1], float32, of clean latents."""

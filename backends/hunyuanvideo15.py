@@ -144,7 +144,7 @@ class HunyuanVideo15:
         return torch.stack([gaussian(seed, 0, shape) for seed in seeds]).to(self._device)
 
     def velocity(self, latents: Tensor, sigma: float, conditioning: Conditioning, guidance: float) -> Tensor:
-        """Velocity [B, C, F', H', W'] float32; guidance 1 is one forward, else empty + guidance * (prompt - empty)."""
+        """In the latents' shape and dtype; guidance 1 is one forward, else empty + guidance * (prompt - empty)."""
         conditional = self._forward(latents, sigma, conditioning)
         if guidance == 1.0:
             return conditional
@@ -166,7 +166,7 @@ class HunyuanVideo15:
                 image_embeds=text.new_zeros(batch, 0, self._image_width),
                 return_dict=False,
             )[0]
-        return velocity.float()
+        return velocity.to(latents.dtype)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class Wan:
         return torch.stack([gaussian(seed, 0, (config.z_dim, frames, *sides)) for seed in seeds]).to(self._device)
 
     def velocity(self, latents: Tensor, sigma: float, conditioning: Tensor, guidance: float) -> Tensor:
-        """Velocity [B, C, F', H', W'] float32; guidance 1 is one forward, else empty + guidance * (prompt - empty)."""
+        """In the latents' shape and dtype; guidance 1 is one forward, else empty + guidance * (prompt - empty)."""
         conditional = self._forward(latents, sigma, conditioning)
         if guidance == 1.0:
             return conditional
@@ -145,7 +145,7 @@ class Wan:
                 encoder_hidden_states=conditioning.expand(len(latents), -1, -1),
                 return_dict=False,
             )[0]
-        return velocity.float()
+        return velocity.to(latents.dtype)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -7,6 +7,7 @@
     state.json            round, update, lambda_kl, updates skipped in a row
     manifest.json         size and sha256 of the others
 
+A run whose parameters are split has sharded/ in place of the three files of tensors (checkpoint_sharded.py).
 There is no generator to store: random numbers are named, not drawn in order (engine/noise.py).
 """
 
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sagecli import checkpoint_sharded
 from sagecli.config import Config
 from sagecli.engine.update import Learner
 from sagecli.errors import UserError
@@ -31,24 +33,40 @@ from sagecli.rundir import round_name, write_text
 LATEST = "latest"
 
 
-def save(learner: Learner, checkpoints: Path, keep: int) -> Path:
-    """Write the checkpoint of a finished round and point `latest` to it; only the newest `keep` stay."""
+def save(learner: Learner, checkpoints: Path, keep: int) -> None:
+    """Write the checkpoint of a finished round and point `latest` to it; only the newest `keep` stay.
+
+    Every process calls it where the parameters are split, else the first one alone may.
+    """
     final = checkpoints / round_name(learner.round)
     partial = checkpoints / f".{final.name}.partial"
+    if learner.sharded:
+        learner.processes.by_first(lambda: _empty(checkpoints, partial))
+        stated = checkpoint_sharded.write(learner, partial)
+    else:
+        _empty(checkpoints, partial)
+        _write_tensors(learner, partial)
+        stated = {path.name: statement(path) for path in sorted(partial.iterdir())}
+
+    def finish() -> None:
+        _write_state(learner, partial, stated)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _point_latest(checkpoints, final.name)
+        for old in sorted(checkpoints.glob("round-*"))[:-keep]:
+            shutil.rmtree(old)
+
+    learner.processes.by_first(finish) if learner.sharded else finish()
+
+
+def _empty(checkpoints: Path, partial: Path) -> None:
     for leftover in checkpoints.glob(".*.partial"):
         shutil.rmtree(leftover)
     partial.mkdir(parents=True)
-    _write(learner, partial)
-    if final.exists():
-        shutil.rmtree(final)
-    partial.rename(final)
-    _point_latest(checkpoints, final.name)
-    for old in sorted(checkpoints.glob("round-*"))[:-keep]:
-        shutil.rmtree(old)
-    return final
 
 
-def _write(learner: Learner, folder: Path) -> None:
+def _write_tensors(learner: Learner, folder: Path) -> None:
     save_file(
         {name: value.detach().contiguous() for name, value in learner.parameters.items()},
         folder / "weights.safetensors",
@@ -60,12 +78,20 @@ def _write(learner: Learner, folder: Path) -> None:
     }
     save_file(remembered, folder / "policies.safetensors")
     torch.save([optimizer.state_dict() for optimizer in learner.optimizers], folder / "optimizer.pt")
+
+
+def _write_state(learner: Learner, folder: Path, stated: dict[str, Any]) -> None:
     state = {"round": learner.round, "update": learner.update, "lambda_kl": learner.trust_region.lambda_kl}
     state["not_finite"] = learner.not_finite
     write_text(folder / "state.json", json.dumps(state) + "\n")
     write_text(folder / "config.toml", dump_config(learner.config))
-    manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
-    write_text(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    manifest = stated | {name: statement(folder / name) for name in ("state.json", "config.toml")}
+    write_text(folder / "manifest.json", json.dumps(dict(sorted(manifest.items())), indent=1) + "\n")
+
+
+def statement(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _point_latest(checkpoints: Path, target: str) -> None:
@@ -133,13 +159,18 @@ def _problem(folder: Path) -> str | None:
 
 
 def restore(learner: Learner, folder: Path) -> None:
-    """Continue exactly where the checkpoint, which was checked, stands."""
-    _fill(dict(learner.parameters), folder / "weights.safetensors", "")
-    for policy, tensors in learner.trust_region.policies.items():
-        _fill(dict(zip(learner.parameters, tensors, strict=True)), folder / "policies.safetensors", f"{policy}/")
-    states = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    for optimizer, state in zip(learner.optimizers, states, strict=True):
-        optimizer.load_state_dict(state)
+    """Continue exactly where the checkpoint, which was checked, stands; every process calls it."""
+    if (folder / checkpoint_sharded.FOLDER).is_dir():
+        checkpoint_sharded.read(learner, folder)
+    elif learner.sharded:
+        raise UserError(f"{folder} was written without parallel.shard; resume it with parallel.shard = false")
+    else:
+        _fill(dict(learner.parameters), folder / "weights.safetensors", "")
+        for policy, tensors in learner.trust_region.policies.items():
+            _fill(dict(zip(learner.parameters, tensors, strict=True)), folder / "policies.safetensors", f"{policy}/")
+        states = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+        for optimizer, state in zip(learner.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     learner.round, learner.update = state["round"], state["update"]
     learner.trust_region.lambda_kl, learner.not_finite = state["lambda_kl"], state["not_finite"]
@@ -165,6 +196,9 @@ def load_weights(parameters: dict[str, Any], folder: Path, policy: str | None = 
     policy: a remembered one instead, e.g. "ema".
     """
     check(folder)
+    if (folder / checkpoint_sharded.FOLDER).is_dir():
+        checkpoint_sharded.read_weights(parameters, folder, policy)
+        return
     file = "weights.safetensors" if policy is None else "policies.safetensors"
     _fill(parameters, folder / file, "" if policy is None else f"{policy}/")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 import torch
@@ -107,7 +107,8 @@ def enough_memory(config: "Config") -> Iterator[None]:
 
 def refuse_changes(config: "Config", saved: "Config", allowed: list[str]) -> None:
     """UserError that lists what a configuration changes against a checkpoint's, unless it is allowed by name."""
-    now, before = (flat(one.model_dump(exclude={"train": {"prompts"}, "eval": {"prompts"}})) for one in (config, saved))
+    free: Any = {"train": {"prompts"}, "eval": {"prompts"}, "parallel": True}  # any number of processes may go on
+    now, before = (flat(one.model_dump(exclude=free)) for one in (config, saved))
     differing = [key for key in sorted({*now, *before}) if now.get(key) != before.get(key)]
     for key in allowed:
         if key not in differing:

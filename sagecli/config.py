@@ -170,6 +170,8 @@ class TrustRegionConfig(Section):
     beta_pos: NonNegative = 1.0
     beta_vel: NonNegative = 0.1
     lambda_kl: LambdaKl = TwoStageLambda(kind="two-stage", start=1e-7, end=1e-5, switch_at=50)
+    offload_anchor: bool = False
+    """Keep the remembered policies in main memory."""
 
     @model_validator(mode="after")
     def _has_weight(self) -> "TrustRegionConfig":
@@ -255,6 +257,17 @@ class EvalConfig(Section):
         return self
 
 
+class ParallelConfig(Section):
+    """What several processes share beside a round's samples."""
+
+    data: Annotated[int, Field(ge=0)] = 0
+    """Processes that hold different samples; 0: as many as there are (over `sequence`)."""
+    sequence: Count = 1
+    """Neighbouring processes that share one video's tokens (Ulysses)."""
+    shard: bool = False
+    """Split parameters, gradients, optimizer states and remembered policies over the processes (FSDP2)."""
+
+
 class Config(Section):
     """A whole run."""
 
@@ -269,6 +282,18 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
     eval: EvalConfig
+    parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _can_be_split(self) -> "Config":
+        for given, wanted, key in (
+            (self.model.train, "full", "model.train"),
+            (self.optimizer.kind, "adamw", "optimizer.kind"),
+            (self.train.diagnose_every, 0, "train.diagnose_every"),
+        ):
+            if self.parallel.shard and given != wanted:
+                raise ValueError(f"parallel.shard = true needs {key} = {wanted!r}; it is {given!r}")
+        return self
 
     @model_validator(mode="after")
     def _slices_hold_groups(self) -> "Config":

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,7 @@ from sagecli import checkpoint, media, preflight, registry, selfcheck
 from sagecli.backends import Backbone
 from sagecli.engine.processes import ALONE, Processes
 from sagecli.engine.rollout import Tick, round_sampling
+from sagecli.engine.sharding import shard
 from sagecli.engine.train import Round, evaluate, train_round
 from sagecli.engine.update import Learner
 from sagecli.errors import RunStopped, UserError
@@ -81,6 +83,9 @@ class Training:
             )
         self.backbone = build_backbone(config.model, self.prompts + self.heldout)
         self.score = Scorer.loaded(config.reward.models, config.video.fps, config.reward.timeout)
+        if config.parallel.shard and processes.count > 1:
+            computed = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+            shard(self.backbone.module, computed, preflight.device())
         self.learner = Learner(config, self.backbone, processes)
         self.trackers = Trackers(config, run.path) if processes.first else None
 
@@ -108,8 +113,12 @@ class Training:
 
             try:
                 self._loop(tick)
-            except (Interrupted, RunStopped, torch.OutOfMemoryError):
+            except (Interrupted, RunStopped):
                 self._save()
+                raise
+            except torch.OutOfMemoryError:
+                if not self.learner.sharded:  # others may be in the middle of an update
+                    self._save()
                 raise
             finally:
                 if self.trackers:
@@ -149,7 +158,7 @@ class Training:
 
     def _save(self) -> None:
         """Write a checkpoint of the last finished round, unless it has one or a part of the next was applied."""
-        if not self.processes.first:
+        if not (self.processes.first or self.learner.sharded):
             return
         latest = self.run.checkpoints / checkpoint.LATEST
         saved = latest.exists() and latest.resolve().name == round_name(self.learner.round)
@@ -176,15 +185,19 @@ class Training:
         folder = self.run.place("evaluations", round)
         self.processes.by_first(lambda: self.run.folder("evaluations", round))
         shown = set(np.linspace(0, len(self.heldout) - 1, min(count, len(self.heldout))).round().astype(int).tolist())
-        mine = range(self.processes.rank, len(self.heldout), self.processes.count)
+        mine: Sequence[int] = range(self.processes.rank, len(self.heldout), self.processes.count)
+        if self.learner.sharded:  # all processes call the model equally often; what is done twice counts once
+            most = -(-len(self.heldout) // self.processes.count)
+            mine = [(self.processes.rank + turn * self.processes.count) % len(self.heldout) for turn in range(most)]
 
         def work() -> dict[int, tuple[Rows, Any]]:
             found = {}
             prompts = {place: self.heldout[place] for place in mine}
-            for place, sample, scored in evaluate(self.config, self.backbone, self.score, prompts, tick):
+            for place, sample, scored in evaluate(self.learner, self.backbone, self.score, prompts, tick):
                 rows, picture = sample_rows(scored, self.config.eval.seeds), None
                 if place in shown:
-                    media.write_video(folder / f"{place:03d}.mp4", sample.videos[0], self.config.video.fps)
+                    if place % self.processes.count == self.processes.rank:
+                        media.write_video(folder / f"{place:03d}.mp4", sample.videos[0], self.config.video.fps)
                     picture = media.sheet_row(sample.videos[0], rows[0])
                 found[place] = rows, picture
             return found

@@ -88,6 +88,7 @@ def test_settings_hold_the_papers_numbers(name: str, weights: dict[str, float]) 
         "anchor_every": 10,
         "beta_pos": 1.0,
         "beta_vel": 0.1,
+        "offload_anchor": False,
         "lambda_kl": {"kind": "two-stage", "start": 1e-7, "end": 1e-5, "switch_at": 50},
     }
     assert (optimizer.kind, optimizer.lr, optimizer.betas) == ("muon", 1e-5, (0.95, 0.95))

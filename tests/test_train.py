@@ -13,8 +13,8 @@ from sagecli.backends.hunyuanvideo15 import HunyuanVideo15
 from sagecli.config import Config
 from sagecli.engine.noise import gaussian, sample_seed, shuffled
 from sagecli.engine.rollout import Group, rollout, round_groups, round_sampling
-from sagecli.engine.samples import Scored, gathered, tell
-from sagecli.engine.train import sample_group, train_round, update_slices
+from sagecli.engine.samples import Scored, gathered, roll_out, score_rolled, tell
+from sagecli.engine.train import train_round, update_slices
 from sagecli.engine.update import Learner, make_batches, update_policy
 from sagecli.errors import RunStopped
 
@@ -96,11 +96,14 @@ def test_gradient_is_that_of_the_stated_loss(random_pipeline):
 
     table, conditioning = sampling.table, backbone.encode([group.prompt])[group.prompt]
     loss = torch.zeros(())
-    for step in table.trained_steps:
+    with torch.no_grad(), learner.trust_region.acting("initial"):
+        initials = [
+            backbone.velocity(trajectories.latents[step], float(table.sigma[step]), conditioning, 2.0)
+            for step in table.trained_steps
+        ]
+    for step, initial in zip(table.trained_steps, initials, strict=True):
         latents, taken = trajectories.latents[step], trajectories.latents[step + 1]
         velocity = backbone.velocity(latents, float(table.sigma[step]), conditioning, 2.0)
-        with torch.no_grad(), learner.trust_region.acting("initial"):
-            initial = backbone.velocity(latents, float(table.sigma[step]), conditioning, 2.0)
         mean = float(table.a[step]) * latents + float(table.b[step]) * velocity
         std = float(table.std[step])
         log_prob = torch.distributions.Normal(mean, std).log_prob(taken).flatten(1).mean(1)
@@ -416,6 +419,6 @@ def test_named_noise():
 def test_sampled_group_is_scored_in_memory(random_pipeline):
     config = make_config(random_pipeline)
     group = Group(PROMPTS[0], (1, 2))
-    sampled = sample_group(make_backbone(config), group, round_sampling(config, 0), brightness, no_tick)
+    sampled = score_rolled(roll_out(make_backbone(config), group, round_sampling(config, 0), no_tick), brightness)
     expected = sampled.videos.double().mean((1, 2, 3, 4)).float()
     assert torch.equal(gathered(group, [tell(sampled)], config.reward).reward, expected)

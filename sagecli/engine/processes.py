@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,8 +15,8 @@ from sagecli.errors import RunStopped, UserError
 from sagecli.interrupt import Interrupted
 
 T = TypeVar("T")
-SHARED_ERRORS = (RunStopped, UserError, Interrupted, torch.OutOfMemoryError)
-"""What a process may stop for between two collectives; anything else ends it, and its launcher ends the others."""
+SHARED_ERRORS = (RunStopped, UserError, Interrupted)
+"""What a process may stop for between two collectives; anything else ends it, and the others notice (launch.py)."""
 
 
 @dataclass(frozen=True)

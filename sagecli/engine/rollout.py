@@ -117,7 +117,7 @@ def _walk(
     """States [T + 1, B, ...] and log-probs [T, B] of one micro-batch."""
     table = sampling.table
     states = [initial]
-    log_probs = torch.zeros(len(table), len(seeds), device=initial.device)
+    log_probs = torch.zeros(len(table), len(seeds), device=initial.device, dtype=initial.dtype)
     for step in range(len(table)):
         tick()
         velocity = backbone.velocity(states[-1], float(table.sigma[step]), conditioning, sampling.guidance)

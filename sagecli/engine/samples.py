@@ -1,5 +1,6 @@
 """Samples of a round after sampling and scoring: what a process holds of a group, and what all know of it."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -7,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sagecli.backends import Backbone
 from sagecli.engine.advantage import combine
-from sagecli.engine.rollout import Group, Trajectories
+from sagecli.engine.rollout import Group, Sampling, Tick, Trajectories, decode, rollout
 from sagecli.errors import RunStopped
 
 if TYPE_CHECKING:
@@ -42,6 +44,32 @@ class Sampled:
     scored: Scored
     seconds: dict[str, float]
     """Time of sampling (with decoding) and of scoring."""
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """Samples of one group before they are scored."""
+
+    trajectories: Trajectories
+    videos: Tensor
+    """[B, F, 3, H, W] in [0, 1], on the CPU."""
+    seconds: float
+
+
+def roll_out(backbone: Backbone, group: Group, sampling: Sampling, tick: Tick) -> Rolled:
+    """Sample and decode a group."""
+    started = time.perf_counter()
+    trajectories = rollout(backbone, group, sampling, tick)
+    videos = decode(backbone, trajectories.latents[-1], sampling.micro_batch)
+    return Rolled(trajectories, videos, time.perf_counter() - started)
+
+
+def score_rolled(rolled: Rolled, score: Score) -> Sampled:
+    """Score what was sampled."""
+    started = time.perf_counter()
+    scored = score(rolled.videos, [rolled.trajectories.group.prompt] * len(rolled.videos))
+    seconds = {"rollout_seconds": rolled.seconds, "reward_seconds": time.perf_counter() - started}
+    return Sampled(rolled.trajectories, rolled.videos, scored, seconds)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,18 @@ from sagecli.backends import Backbone
 from sagecli.engine import sampler
 from sagecli.engine.advantage import group_advantage
 from sagecli.engine.noise import sample_seed, shuffled
-from sagecli.engine.rollout import Group, Sampling, Tick, decode, rollout, round_groups, round_sampling, video_size
+from sagecli.engine.rollout import (
+    Group,
+    Sampling,
+    Tick,
+    Trajectories,
+    rollout,
+    round_groups,
+    round_sampling,
+    video_size,
+)
 from sagecli.engine.samples import (
+    Rolled,
     Sampled,
     Score,
     ScoredGroup,
@@ -26,7 +36,9 @@ from sagecli.engine.samples import (
     check_failures,
     gathered,
     phase_seconds,
+    roll_out,
     round_metrics,
+    score_rolled,
     tell,
 )
 from sagecli.engine.update import Learner, make_batches, update_policy
@@ -52,17 +64,6 @@ class Round:
     """The metrics of every update, in order."""
 
 
-def sample_group(backbone: Backbone, group: Group, sampling: Sampling, score: Score, tick: Tick) -> Sampled:
-    """Roll out, decode and score one group."""
-    started = time.perf_counter()
-    trajectories = rollout(backbone, group, sampling, tick)
-    videos = decode(backbone, trajectories.latents[-1], sampling.micro_batch)
-    sampled = time.perf_counter()
-    scored = score(videos, [group.prompt] * len(group.seeds))
-    seconds = {"rollout_seconds": sampled - started, "reward_seconds": time.perf_counter() - sampled}
-    return Sampled(trajectories, videos, scored, seconds)
-
-
 def train_round(learner: Learner, backbone: Backbone, score: Score, prompts: list[str], tick: Tick) -> Round:
     """One round. `tick` is called before every call of the model, and an exception of its abandons the round whole.
 
@@ -72,29 +73,49 @@ def train_round(learner: Learner, backbone: Backbone, score: Score, prompts: lis
     config, processes = learner.config, learner.processes
     sampling = round_sampling(config, learner.round)
     groups = round_groups(config, prompts, learner.round)
-    share = shares(config, learner.round, processes.count)[processes.rank]
+    everyones = shares(config, learner.round, processes.count)
+    share = everyones[processes.rank]
     own: dict[int, Sampled] = {}
+    told_here: dict[int, Told] = {}
+    spare: Trajectories | None = None
+    tick = learner.agreed(tick)
+
+    def keep(place: int, rolled: Rolled) -> None:
+        sampled = score_rolled(rolled, score)
+        told_here[place] = tell(sampled)
+        own[place] = replace(sampled, videos=sampled.videos[:1].clone())
 
     def sample() -> dict[int, Told]:
-        told = {}
+        nonlocal spare
+        waiting = []
         for place, samples in share.items():
-            sampled = sample_group(backbone, groups[place].part(samples), sampling, score, tick)
-            own[place] = replace(sampled, videos=sampled.videos[:1].clone())
-            told[place] = tell(sampled)
-        return told
+            rolled = roll_out(backbone, groups[place].part(samples), sampling, tick)
+            if learner.sharded:
+                waiting.append((place, rolled))  # a reward that stops the run must not do so between model calls
+            else:
+                keep(place, rolled)
+        if learner.sharded:  # all processes call the model equally often
+            calls = [sum(-(-len(part) // sampling.micro_batch) for part in held.values()) for held in everyones]
+            for _ in range(max(calls) - calls[processes.rank]):
+                spare = rollout(backbone, groups[0].part([0]), sampling, tick)
+        for place, rolled in waiting:
+            keep(place, rolled)
+        return told_here
 
     told = processes.together(sample)
-    scored = [
-        gathered(group, [parts[place] for parts in told if place in parts], config.reward)
-        for place, group in enumerate(groups)
-    ]
+    scored = []
+    for place, group in enumerate(groups):
+        held = [(everyones[rank][place][0], parts[place]) for rank, parts in enumerate(told) if place in parts]
+        scored.append(gathered(group, [part for _, part in sorted(held, key=lambda entry: entry[0])], config.reward))
+    spare = next(iter(own.values())).trajectories if own else spare
     check_failures(scored, config.reward.max_failed)
     size = config.train.group_size
     reward = torch.cat([group.reward for group in scored])
     advantage, used = group_advantage(reward, size, config.objective.advantage_clip)
     advantages, useds = advantage.split(size), used.split(size)
     shared = round_metrics(scored, reward, used) | phase_seconds([list(parts.values()) for parts in told])
-    tick = tick if processes.count == 1 else _patient(tick)
+    if processes.count > 1 and not learner.sharded:
+        tick = _patient(tick)
     updates: list[dict[str, Any]] = []
     for chosen in update_slices(config, learner.round):
         started = time.perf_counter()
@@ -109,7 +130,7 @@ def train_round(learner: Learner, backbone: Backbone, score: Score, prompts: lis
                 sampling.micro_batch,
             )
         ]
-        metrics = update_policy(learner, backbone, batches, sampling, tick)
+        metrics = update_policy(learner, backbone, batches, sampling, tick, spare)
         tick = tick if metrics["skipped"] else _no_tick
         head = {"round": learner.round, "update": learner.update}
         updates.append(head | shared | metrics | {"update_seconds": time.perf_counter() - started})
@@ -147,24 +168,30 @@ def update_slices(config: "Config", round: int) -> Iterator[list[int]]:
 def shares(config: "Config", round: int, processes: int) -> list[Share]:
     """What each process holds of a round: of every update's samples (in the first epoch) an equal run."""
     found: list[Share] = [{} for _ in range(processes)]
+    shared = 0
     for chosen in islice(update_slices(config, round), config.objective.updates_per_round):
         samples = [(place, sample) for place in sorted(chosen) for sample in range(config.train.group_size)]
-        for rank, share in enumerate(found):
-            first, end = rank * len(samples) // processes, (rank + 1) * len(samples) // processes
-            for place, sample in samples[first:end]:
-                share.setdefault(place, []).append(sample)
+        for number, (place, sample) in enumerate(samples):  # small slices begin where the one before ended
+            rank = (number * processes // len(samples) + shared) % processes
+            found[rank].setdefault(place, []).append(sample)
+        shared += len(samples)
     return [dict(sorted(share.items())) for share in found]
 
 
 def evaluate(
-    config: "Config", backbone: Backbone, score: Score, prompts: dict[int, str], tick: Tick
+    learner: Learner, backbone: Backbone, score: Score, prompts: dict[int, str], tick: Tick
 ) -> Iterator[tuple[int, Sampled, ScoredGroup]]:
     """Held-out prompts (place -> text) sampled by the ODE from fixed seeds, one group a prompt."""
+    config, tick = learner.config, learner.agreed(tick)
     ode = {"sde": "ode", "steps": config.eval.steps, "sde_steps": "all", "log_prob": "gaussian"}
     table = sampler.build_table(config.sampler.model_copy(update=ode))
     micro_batch = min(config.train.micro_batch, len(config.eval.seeds))
     sampling = Sampling(table, video_size(config), config.eval.guidance, micro_batch)
-    for place, prompt in prompts.items():
-        group = Group(prompt, tuple(sample_seed(seed, 0, place, 0) for seed in config.eval.seeds))
-        sampled = sample_group(backbone, group, sampling, score, tick)
-        yield place, sampled, gathered(group, [tell(sampled)], config.reward)
+    groups = {
+        place: Group(prompt, tuple(sample_seed(seed, 0, place, 0) for seed in config.eval.seeds))
+        for place, prompt in prompts.items()
+    }
+    rolled = ((place, roll_out(backbone, group, sampling, tick)) for place, group in groups.items())
+    for place, one in list(rolled) if learner.sharded else rolled:
+        sampled = score_rolled(one, score)
+        yield place, sampled, gathered(groups[place], [tell(sampled)], config.reward)

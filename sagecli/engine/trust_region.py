@@ -2,8 +2,9 @@
 
 `initial` is the frozen start, `anchor` a snapshot refreshed every N updates, `previous` the policy before the last
 optimizer update (METHOD.md section 5). `ema`, a moving average of the policy, is remembered too, but for evaluations:
-no KL refers to it. A policy is the list of its trainable tensors, so for a LoRA only the adapter
-is remembered: the adapter starts with B = 0, which is the model with the adapter switched off.
+no KL refers to it. A policy is the list of its trainable tensors, so for a LoRA only the adapter is remembered: the
+adapter starts with B = 0, which is the model with the adapter switched off. Of split tensors each process remembers the
+part that it keeps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from sagecli.engine.sharding import own_part
 
 if TYPE_CHECKING:
     from sagecli.config import LambdaKl, TrustRegionConfig
@@ -26,7 +29,7 @@ class TrustRegion:
         """ema: decay of the moving average; 0 keeps none."""
         self.config = config
         self.ema = ema
-        self.parameters = list(parameters)
+        self.parameters = [own_part(parameter) for parameter in parameters]
         self.betas: dict[str, float] = {}
         """Remembered policy -> weight of the KL to it."""
         if config.strategy in POSITION:
@@ -37,15 +40,16 @@ class TrustRegion:
         self.lambda_kl = scheduled_lambda(config.lambda_kl, 0)
 
     def _snapshot(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.parameters]
+        copies = [parameter.clone() for parameter in self.parameters]
+        return [copy.cpu() for copy in copies] if self.config.offload_anchor else copies
 
     def _refresh(self, name: str) -> None:
         for remembered, parameter in zip(self.policies[name], self.parameters, strict=True):
-            remembered.copy_(parameter.detach())
+            remembered.copy_(parameter)
 
     @contextmanager
     def acting(self, name: str) -> Iterator[None]:
-        """Within the block the model acts as the remembered policy; no copies are made."""
+        """Within the block the model acts as the remembered policy, which meanwhile holds the model's own."""
         self._swap(self.policies[name])
         try:
             yield
@@ -53,8 +57,10 @@ class TrustRegion:
             self._swap(self.policies[name])
 
     def _swap(self, tensors: list[Tensor]) -> None:
-        for index, parameter in enumerate(self.parameters):
-            parameter.data, tensors[index] = tensors[index], parameter.data
+        for parameter, remembered in zip(self.parameters, tensors, strict=True):
+            own = parameter.clone()
+            parameter.copy_(remembered)
+            remembered.copy_(own)
 
     def before_update(self) -> None:
         """Remember the policy that the coming optimizer update leaves."""
@@ -67,7 +73,7 @@ class TrustRegion:
             self._refresh("anchor")
         if "ema" in self.policies:
             for average, parameter in zip(self.policies["ema"], self.parameters, strict=True):
-                average.lerp_(parameter.detach(), 1 - self.ema)
+                average.lerp_(parameter.to(average.device), 1 - self.ema)
         if self.config.lambda_kl.kind != "adaptive":
             self.lambda_kl = scheduled_lambda(self.config.lambda_kl, update)
 

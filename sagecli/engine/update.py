@@ -16,6 +16,7 @@ from sagecli.engine import optimizer, sampler
 from sagecli.engine.objective import policy_loss
 from sagecli.engine.processes import ALONE, Processes
 from sagecli.engine.rollout import Sampling, Tick, Trajectories, micro_batches
+from sagecli.engine.sharding import whole
 from sagecli.engine.trust_region import TrustRegion
 from sagecli.errors import RunStopped
 
@@ -37,6 +38,7 @@ class Learner:
     def __init__(self, config: "Config", backbone: Backbone, processes: Processes = ALONE) -> None:
         self.config = config
         self.processes = processes
+        self.sharded = config.parallel.shard and processes.count > 1
         self.parameters = trainable(backbone.module)
         self.optimizers = optimizer.build_optimizers(config.optimizer, list(self.parameters.values()))
         self.trust_region = TrustRegion(config.trust_region, list(self.parameters.values()), config.optimizer.ema)
@@ -48,6 +50,14 @@ class Learner:
         """Updates skipped in a row because their gradient was not finite."""
         self.between_rounds = True
         """Whether the policy is that of `round` finished rounds, and no update of the next is in it."""
+
+    def agreed(self, tick: Tick) -> Tick:
+        """Where parameters are split, no process can leave what all call together: they agree before every call."""
+
+        def call() -> None:
+            self.processes.together(tick)
+
+        return call if self.sharded else tick
 
     def evaluated_policy(self) -> AbstractContextManager[None]:
         """Within the block the model acts as evaluations want it: by the moving average, where there is one."""
@@ -77,6 +87,12 @@ def make_batches(trajectories: Trajectories, advantage: Tensor, used: Tensor, mi
         stand_in = indices[weight][0]
         indices = indices.where(weight, stand_in)
         yield Batch(trajectories, indices.to(device), advantage[indices].to(device), weight.float().to(device))
+
+
+def idle_batch(trajectories: Trajectories, micro_batch: int) -> Batch:
+    """A batch that counts for nothing."""
+    zeros = torch.zeros(micro_batch, device=trajectories.latents.device)
+    return Batch(trajectories, zeros.long(), zeros, zeros)
 
 
 @dataclass
@@ -125,17 +141,27 @@ class Totals:
 
 
 def update_policy(
-    learner: Learner, backbone: Backbone, batches: list[Batch], sampling: Sampling, tick: Tick
+    learner: Learner,
+    backbone: Backbone,
+    batches: list[Batch],
+    sampling: Sampling,
+    tick: Tick,
+    spare: Trajectories | None = None,
 ) -> dict[str, Any]:
     """Make one update from the batches of every process; returns its metrics, the same in all.
 
     Without a used sample or an SDE step it is skipped. So is one whose gradient is not finite; RunStopped after more
-    than optimizer.max_skipped of them in a row.
+    than optimizer.max_skipped of them in a row. spare: what a process that has fewer batches than others calls the
+    model with, where parameters are split.
     """
     processes = learner.processes
     steps = sampling.table.trained_steps
     lambda_kl = learner.trust_region.lambda_kl
-    pairs = sum(processes.gather(int(sum(batch.weight.sum() for batch in batches)))) * len(steps)
+    told = processes.gather((int(sum(batch.weight.sum() for batch in batches)), len(batches)))
+    pairs = sum(used for used, _ in told) * len(steps)
+    if learner.sharded and spare is not None:
+        most = max(count for _, count in told)
+        batches = batches + [idle_batch(spare, sampling.micro_batch)] * (most - len(batches))
     skipped = not pairs  # a window may hold nothing but ODE steps
     metrics: dict[str, Any] = {"skipped": skipped, "lambda_kl": lambda_kl if learner.trust_region.betas else 0.0}
     if skipped:
@@ -157,12 +183,13 @@ def update_policy(
                 totals.add("kl", beta * values)
                 kl = kl + beta * values.sum()
             gradients.add(policy / pairs, lambda_kl * kl / pairs)
-    gradients.gather(processes)
+    if not learner.sharded:  # there they were summed on the way
+        gradients.gather(processes)
     totals.gather(processes)
     metrics |= totals.means() | gradients.norms() | {"ratio_error": float(totals.ratio_error)}
     if diagnosed:
         metrics["step_gradients"] = totals.step_gradients(sampling.table)
-    norm = nn.utils.clip_grad_norm_(list(learner.parameters.values()), learner.config.optimizer.grad_clip)
+    norm = whole(nn.utils.clip_grad_norm_(list(learner.parameters.values()), learner.config.optimizer.grad_clip))
     if not norm.isfinite():
         learner.not_finite += 1
         if learner.not_finite > learner.config.optimizer.max_skipped:

@@ -1,0 +1,80 @@
+"""One run on one, two and three processes: the same noise, rollouts and advantages, and nearly the same weights."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_cases import cases
+from torch import Tensor
+
+SCRIPT = Path(__file__).parent / "distributed_cases.py"
+
+
+def run_script(count: int, *arguments: str) -> None:
+    """The script in `count` processes, as a launcher would start it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count)]
+    command = [sys.executable, str(SCRIPT), *arguments]
+    started = [subprocess.Popen(command, env=common | (place if count > 1 else {})) for place in places]
+    assert [process.wait(timeout=900) for process in started] == [0] * count
+
+
+def outcomes(folder: Path, which: str, count: int) -> dict[str, list[dict[str, Any]]]:
+    """Case -> what each process found."""
+    out = folder / str(count)
+    out.mkdir()
+    run_script(count, which, str(out))
+    return {name: [torch.load(out / f"{name}-{rank}.pt") for rank in range(count)] for name in cases(which)}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return float(sum((one[name].double() - other[name].double()).square().sum() for name in one)) ** 0.5
+
+
+def assert_same_run(alone: dict[str, Any], shared: list[dict[str, Any]], exact: bool) -> None:
+    samples = {key: value for part in shared for key, value in part["samples"].items()}
+    assert sum(len(part["samples"]) for part in shared) == len(samples)  # each sample in one process
+    assert samples.keys() == alone["samples"].keys()
+    for key, (latents, log_prob) in alone["samples"].items():
+        assert torch.equal(samples[key][0], latents)
+        assert torch.equal(samples[key][1], log_prob)
+    zeros = {name: torch.zeros_like(value) for name, value in alone["start"].items()}
+    for part in shared:
+        assert all(map(torch.equal, part["rewards"], alone["rewards"]))
+        assert all(torch.equal(part["start"][name], value) for name, value in alone["start"].items())
+        assert all(torch.equal(part["weights"][name], value) for name, value in shared[0]["weights"].items())
+        if "gradients" in alone:
+            off = distance(part["gradients"], alone["gradients"]) / distance(alone["gradients"], zeros)
+            assert off < (1e-12 if exact else 1e-6)
+        moved = distance(alone["weights"], alone["start"])
+        assert moved > 0
+        assert distance(part["weights"], alone["weights"]) / moved < (1e-9 if exact else 1e-2)
+        assert part["lambda_kl"] == alone["lambda_kl"]
+        for mine, other in zip(part["metrics"], alone["metrics"], strict=True):
+            assert mine.keys() == other.keys()
+            for name in ("reward", "exploration", "kl", "gradient_norm"):
+                if name in other:
+                    assert mine[name] == pytest.approx(other[name], rel=1e-9 if exact else 1e-2, abs=1e-12)
+
+
+def test_two_processes_equal_one(tmp_path):
+    alone, shared = (outcomes(tmp_path, "short", count) for count in (1, 2))
+    for name in alone:
+        assert_same_run(alone[name][0], shared[name], False)
+
+
+@pytest.mark.distributed
+def test_any_number_of_processes_equals_one(tmp_path):
+    alone = outcomes(tmp_path, "all", 1)
+    for count in (2, 3):
+        shared = outcomes(tmp_path, "all", count)
+        for name, (_, exact) in cases("all").items():
+            assert_same_run(alone[name][0], shared[name], exact)
