@@ -20,8 +20,8 @@ from sagecli.engine.update import Learner
 from sagecli.errors import UserError
 
 FOLDER = "sharded"
-STATES = ("exp_avg", "exp_avg_sq", "step")
-"""AdamW's, the one optimizer that works on parts."""
+STATES = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}
+"""What an optimizer keeps of each parameter, in its shape; AdamW counts its steps too."""
 
 
 def write(learner: Learner, folder: Path) -> dict[str, Any]:
@@ -53,12 +53,15 @@ def _tensors(learner: Learner) -> dict[str, Tensor]:
     for policy, tensors in learner.trust_region.policies.items():
         for (name, value), part in zip(learner.parameters.items(), tensors, strict=True):
             found[f"policies/{policy}/{name}"] = like(value.detach(), part)
-    (optimizer,) = learner.optimizers
-    for name, value in learner.parameters.items():
-        if value not in optimizer.state:
-            zeros = {key: torch.zeros_like(value.detach()) for key in STATES[:2]}
-            optimizer.state[value] = {"step": torch.zeros(()), **zeros}
-        found |= {f"optimizer/{key}/{name}": optimizer.state[value][key] for key in STATES}
+    names = {value: name for name, value in learner.parameters.items()}
+    for optimizer in learner.optimizers:
+        keys = next(keys for kind, keys in STATES.items() if isinstance(optimizer, kind))
+        for value in optimizer.param_groups[0]["params"]:
+            if not optimizer.state[value]:
+                optimizer.state[value] |= {key: torch.zeros_like(value.detach()) for key in keys}
+                if len(keys) == 2:
+                    optimizer.state[value]["step"] = torch.zeros(())
+            found |= {f"optimizer/{key}/{names[value]}": kept for key, kept in optimizer.state[value].items()}
     return found
 
 

@@ -61,6 +61,13 @@ def _outcome() -> tuple[int, str]:
         if error.filename is None:
             raise
         return 2, f"{error.filename}: {error.strerror}"
+    except RuntimeError as error:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            from sagecli import launch
+
+            if launch.lost_contact(error):
+                return 1, launch.LOST
+        raise
     return 0, ""
 
 

@@ -288,7 +288,6 @@ class Config(Section):
     def _can_be_split(self) -> "Config":
         for given, wanted, key in (
             (self.model.train, "full", "model.train"),
-            (self.optimizer.kind, "adamw", "optimizer.kind"),
             (self.train.diagnose_every, 0, "train.diagnose_every"),
         ):
             if self.parallel.shard and given != wanted:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 FOLDER, COUNT, LAUNCHER = "SAGE_LAUNCH_FOLDER", "SAGE_PROCESSES", "SAGE_LAUNCHER"
 FAILED, DONE = "sage/failed", "sage/done"
+LOST = "this process lost contact with another one, which ended"
 LONGEST_WAIT = timedelta(hours=24)
 """Of a collective: processes wait for each other's rollouts and rewards; who dies is noticed by the watch."""
 
@@ -159,19 +160,18 @@ def _relay(process: "subprocess.Popen[str]") -> str:
 def _outcome(folder: Path, code: int, report: str) -> int:
     """The run's exit code; says, once, what its processes ended with."""
     ends = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
-    sentences = dict.fromkeys(end["sentence"] for end in ends if end["sentence"])
+    sentences = dict.fromkeys(end["sentence"] for end in ends if end["sentence"] not in ("", LOST))
     if sentences:
-        raise _error_of(max(end["code"] for end in ends if end["sentence"]), "\n".join(sentences))
-    if ends and not code:
-        return int(max(end["code"] for end in ends))
-    killed = re.search(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)", report)
+        raise _error_of(max(end["code"] for end in ends if end["sentence"] in sentences), "\n".join(sentences))
+    killed = re.search(r"rank\s*: (\d+) [^\n]*\n\s*exitcode\s*: -(\d+)", report)
     if killed:
-        name = signal.Signals(int(killed[1])).name
         raise RunStopped(
-            f"process {killed[2]} was ended by {name}, and the others with it; the run is saved up to its last "
-            "checkpoint: go on with sage train --resume RUN"
+            f"process {killed[1]} was ended by {signal.Signals(int(killed[2])).name}, and the others with it; the run "
+            "is saved up to its last checkpoint: go on with sage train --resume RUN"
         )
-    return code
+    if any(end["sentence"] == LOST for end in ends):
+        raise RunStopped(LOST)
+    return max([code, *(int(end["code"]) for end in ends)])
 
 
 def _error_of(code: int, sentence: str) -> Exception:
@@ -242,6 +242,13 @@ def _lives(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return not Path("/proc/self").exists()
+
+
+def lost_contact(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process is gone."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "gloo" in str(error) or "Connection" in str(error)
 
 
 def leave(code: int, sentence: str) -> None:

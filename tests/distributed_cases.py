@@ -101,9 +101,10 @@ def cases(which: str) -> dict[str, tuple[Config, bool]]:
     found["wide"] = (configuration("lora", "dual-moving", train={"groups_per_round": 1, "micro_batch": 3}), False)
     split = {"parallel": {"shard": True}, "train": {"diagnose_every": 0}}
     found["shard"] = (configuration("full", "dual-moving", **split), False)
+    found["shard-muon"] = (configuration("full", "moving", **split, optimizer={"lr": 1e-3, "kind": "muon"}), False)
     found["shard-slices"] = (configuration("full", "fixed", **split, **{"objective": {"updates_per_round": 2}}), False)
     exact = {f"exact-{name}": (_with_eps(config), True) for name, (config, _) in found.items()}
-    del found["shard"], exact["exact-shard-slices"]  # slow on few cores
+    del found["shard"], found["shard-muon"], exact["exact-shard-slices"]  # slow on few cores
     return found | exact
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def shard(module: nn.Module, computed: torch.dtype, device: torch.device) -> None:
@@ -48,6 +48,13 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def part_of(value: Tensor, tensor: Tensor) -> Tensor:
+    """A whole value, which all processes have, split as the tensor is."""
+    if not isinstance(tensor, DTensor):
+        return value
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def whole(tensor: Tensor) -> Tensor:
