@@ -30,11 +30,6 @@ ProcessesOption = Annotated[
 ]
 
 
-def _listed(options: dict[str, list[str]]) -> list[str]:
-    """Options as a command line has them."""
-    return [text for name, values in options.items() for value in values for text in (name, value)]
-
-
 def main() -> None:
     """Run the command; what users can do something about is one sentence and an exit code, not a traceback."""
     code, sentence = _outcome()
@@ -143,9 +138,7 @@ def train(
     if (num_processes > 1 or num_machines > 1) and launch.place() is None:
         request = launch.Launch(num_processes, num_machines, machine_rank, main_process_ip, main_process_port)
         check_processes(preset, set_ or [], resume, num_processes)
-        options = {"--preset": [preset], "--set": set_ or [], "--override": override or []}
-        options |= {name: [str(value)] for name, value in (("--run", run), ("--resume", resume)) if value}
-        raise typer.Exit(launch.launch(request, ["train", *_listed(options)]))
+        raise typer.Exit(launch.launch(request, launch.same_command()))
     if resume is None:
         if override:
             raise UserError("--override names what a resumed run may change; it goes with --resume")
@@ -174,6 +167,7 @@ def rollout(
     set_: SetOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what the output folder holds.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Make what the output folder lacks.")] = False,
+    num_processes: ProcessesOption = 1,
 ) -> None:
     """Sample videos of a prompt file, with a manifest and a contact sheet a prompt."""
     from sagecli.commands import RolloutOutput, make_rollouts
@@ -181,6 +175,10 @@ def rollout(
 
     if force and resume:
         raise UserError("--force replaces the output folder and --resume completes it; choose one")
+    from sagecli import launch
+
+    if num_processes > 1 and launch.place() is None:
+        raise typer.Exit(launch.launch(launch.Launch(num_processes), launch.same_command()))
     request = Request(preset, model, adapter, sde, set_ or [])
     output = RolloutOutput(prompts, videos_per_prompt, seed, reward or [], out, force, resume)
     raise typer.Exit(make_rollouts(_console(), request, output))
@@ -275,6 +273,7 @@ def ablate(
     set_: SetOption = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Training seeds a cell; the grid's own by default.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the runs; ablations/NAME-PRESET by default.")] = None,
+    num_processes: ProcessesOption = 1,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs side by side; one a GPU, or a core, by default.")
     ] = None,
@@ -284,7 +283,7 @@ def ablate(
     from sagecli.ablation.command import AblateRequest
     from sagecli.ablation.command import ablate as run_grid
 
-    request = AblateRequest(name, preset, set_ or [], seeds, out, jobs, dry_run)
+    request = AblateRequest(name, preset, set_ or [], seeds, out, jobs, dry_run, num_processes)
     raise typer.Exit(run_grid(_console(), request))
 
 

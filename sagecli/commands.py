@@ -4,7 +4,7 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.console import Console
 from sagecli import checkpoint, launch, preflight
 from sagecli.config_reward import RewardSource
 from sagecli.display import TrainDisplay, note, progress, show_warnings, summary_table
+from sagecli.engine.rollout import Group
 from sagecli.engine.update import trainable
 from sagecli.errors import RunStopped, UserError
 from sagecli.interrupt import Interrupted, stop_request
@@ -182,11 +183,17 @@ def make_rollouts(console: Console, request: Request, output: RolloutOutput) -> 
     """Videos of a prompt file; returns the exit code."""
     prompts = read_prompts(output.prompts)
     config = rollout_config(request)
-    preflight.require(preflight.missing_for_model(config), f"rollouts of {config.model.path!r}")
+    processes = launch.join()
     rewards = [RewardSource(name=name) for name in dict.fromkeys(output.rewards)]
-    make_rewards(rewards)
     adapter = checkpoint.find(request.adapter) if request.adapter is not None else None
-    out = _output_folder(_settings(config, prompts, adapter, output), output)
+    out = processes.gather(output.out or Path("rollouts") / stamp())[0]
+
+    def prepare() -> None:
+        preflight.require(preflight.missing_for_model(config), f"rollouts of {config.model.path!r}")
+        make_rewards(rewards)
+        _fill_folder(out, _settings(config, prompts, adapter, output), output)
+
+    processes.by_first(prepare)
     backbone = build_backbone(config.model, [prompt.text for prompt in prompts])
     if adapter is not None:
         checkpoint.load_weights(trainable(backbone.module), adapter)
@@ -196,29 +203,39 @@ def make_rollouts(console: Console, request: Request, output: RolloutOutput) -> 
     rollouts = Rollouts(config, backbone, score, out)
     count = output.videos_per_prompt
     groups = [prompt_group(prompt, place, count, output.seed) for place, prompt in enumerate(prompts)]
-    failures = []
-    rollouts.rewind(count)
-    done = set(rollouts.done())
-    with stop_request() as stop, progress(console) as bar:
-        task = bar.add_task("videos", total=len(groups) * count)
-        for place, group in enumerate(groups):
-            if place not in done:
-                try:
-                    failures += rollouts.make(place, group, stop.check)
-                except Interrupted as error:
-                    console.print(
-                        f"stopped; {len(rollouts.done())} videos are in {out}; add --resume to make the rest",
-                        soft_wrap=True,
-                    )
-                    return error.exit_code
-            bar.advance(task, len(group.seeds))
+    processes.by_first(lambda: rollouts.rewind(count))
+    done = set(processes.gather(rollouts.done())[0])
+    left = [place for place in range(len(groups)) if place not in done]
+    try:
+        told = processes.together(lambda: _make_all(console, rollouts, groups, left[processes.rank :: processes.count]))
+    except Interrupted as error:
+        made = len(rollouts.done())
+        console.print(f"stopped; {made} videos are in {out}; add --resume to make the rest", soft_wrap=True)
+        return error.exit_code
+    processes.by_first(rollouts.sort)
     console.print(
         f"{len(rollouts.done())} videos, manifest.jsonl and a contact sheet a prompt are in {out}", soft_wrap=True
     )
-    show_warnings(console, score.warnings if score else {})
+    warnings: dict[str, set[str]] = {}
+    for part in processes.gather(score.warnings if score else {}):
+        for sentence, texts in part.items():
+            warnings.setdefault(sentence, set()).update(texts)
+    show_warnings(console, warnings)
+    failures = [failure for part in told for failure in part]
     for failure in failures:
         console.print(f"not scored: {failure}", style="red", soft_wrap=True)
     return 1 if failures else 0
+
+
+def _make_all(console: Console, rollouts: Rollouts, groups: Sequence[Group], places: Sequence[int]) -> list[str]:
+    """Make the videos of some prompts, with a bar; returns what could not be scored."""
+    failures = []
+    with stop_request() as stop, progress(console) as bar:
+        task = bar.add_task("videos", total=sum(len(groups[place].seeds) for place in places))
+        for place in places:
+            failures += rollouts.make(place, groups[place], stop.check)
+            bar.advance(task, len(groups[place].seeds))
+    return failures
 
 
 def _settings(config: "Config", prompts: list[Prompt], adapter: Path | None, output: RolloutOutput) -> str:
@@ -234,9 +251,8 @@ def _settings(config: "Config", prompts: list[Prompt], adapter: Path | None, out
     return dump_config(config) + "\n" + tomli_w.dumps({"rollout": rollout})
 
 
-def _output_folder(settings: str, output: RolloutOutput) -> Path:
-    """The folder to fill: new, emptied, or one that was made with the same settings."""
-    out = output.out or Path("rollouts") / stamp()
+def _fill_folder(out: Path, settings: str, output: RolloutOutput) -> None:
+    """Make the folder: new, emptied, or one that was made with the same settings."""
     if not output.resume:
         fresh_folder(out, output.force, "rollouts", "--resume to complete it, or --force to replace it", SETTINGS)
     elif not (out / SETTINGS).is_file():
@@ -246,4 +262,3 @@ def _output_folder(settings: str, output: RolloutOutput) -> Path:
             f"{out} was made with other settings, prompts or weights (see its {SETTINGS}); resume with the same ones"
         )
     write_text(out / SETTINGS, settings)
-    return out

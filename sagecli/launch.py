@@ -95,6 +95,11 @@ def place() -> tuple[int, int] | None:
     return (int(os.environ["RANK"]), count) if count > 1 else None
 
 
+def same_command() -> list[str]:
+    """What this process was started with; its processes find their place in the environment."""
+    return sys.argv[1:]
+
+
 def launch(request: Launch, arguments: Sequence[str]) -> int:
     """Run `sage ARGUMENTS` in several processes; returns its exit code. UserError for GPUs that are not there."""
     import torch

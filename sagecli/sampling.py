@@ -91,6 +91,10 @@ class Rollouts:
         of_prompt = Counter(row["prompt_number"] for row in rows)
         write_jsonl(self.manifest, (row for row in rows if of_prompt[row["prompt_number"]] == count))
 
+    def sort(self) -> None:
+        """Put the manifest in the prompts' order, in which several processes did not write it."""
+        write_jsonl(self.manifest, sorted(read_jsonl(self.manifest), key=lambda row: str(row["file"])))
+
     def make(self, place: int, group: Group, tick: Tick) -> list[str]:
         """Sample one prompt's videos, write them and their manifest lines; returns what could not be scored."""
         group = replace(group, start=start_seeds(self.config, group.seeds))

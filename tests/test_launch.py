@@ -259,6 +259,29 @@ def test_a_split_run_is_resumed_on_any_number_of_processes_and_used(settings, tm
 
 
 @pytest.mark.distributed
+def test_rollouts_and_grids_of_several_processes(settings, tmp_path):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text(HELDOUT)
+    made = {}
+    for count in ("1", "2"):
+        out = tmp_path / count
+        options = ("--model", "tiny", "--prompts", str(prompts), "--out", str(out), "--videos-per-prompt", "2")
+        result = sage("rollout", *options, "--reward", "shapes", "--num-processes", count)
+        assert result.returncode == 0, result.stderr
+        assert "6 videos, manifest.jsonl" in result.stdout
+        made[count] = lines(out / "manifest.jsonl")
+    assert made["1"] == made["2"]
+    for row in made["1"]:
+        files = [tmp_path / count / row["file"] for count in ("1", "2")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    out = tmp_path / "grid"
+    options = ("--seeds", "1", "--num-processes", "2", "--out", str(out), *settings, "--set", "train.rounds=1")
+    result = sage("ablate", "setting", "--preset", "quickstart", *options)
+    assert result.returncode == 0, result.stderr
+    assert all("same_on_all" in lines(path)[0]["checks"] for path in out.glob("*/metrics.jsonl"))
+
+
+@pytest.mark.distributed
 def test_torchrun_starts_the_same_run(settings, tmp_path):
     """Without sage's own launcher, as schedulers of several machines do."""
     run = tmp_path / "run"

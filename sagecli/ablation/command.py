@@ -39,6 +39,8 @@ class AblateRequest:
     out: Path | None
     jobs: int | None
     dry_run: bool
+    processes: int = 1
+    """Of each run."""
 
 
 def ablate(console: Console, request: AblateRequest) -> int:
@@ -47,7 +49,7 @@ def ablate(console: Console, request: AblateRequest) -> int:
     cells = plan(grid, request.preset, request.overrides)
     seeds = request.seeds or grid.seeds
     require(missing_for_run(cells[0].config), f"the ablation {request.name!r} on {request.preset!r}")
-    at_once = request.jobs or default_jobs()
+    at_once = request.jobs or default_jobs(request.processes)
     if request.dry_run:
         _dry_run(console, request, grid, cells, seeds, at_once)
         return 0
@@ -55,7 +57,7 @@ def ablate(console: Console, request: AblateRequest) -> int:
     _record(out, request, cells)
     jobs = [Job(cell, seed, out / f"{_folder(cell.name)}-seed{seed}") for cell in cells for seed in range(seeds)]
     try:
-        _run(console, jobs, request.preset, at_once, out)
+        _run(console, jobs, request, at_once, out)
     except Interrupted as error:
         done = sum(job.finished for job in jobs)
         console.print(f"stopped; {done} of {len(jobs)} runs are finished, the rest is saved; the same command goes on")
@@ -95,7 +97,7 @@ def _dry_run(
     console.print(note("one round of the first cell, to see how long it takes ..."))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            round_seconds, evaluation = probe_round(cells[0], request.preset, Path(folder))
+            round_seconds, evaluation = probe_round(cells[0], request.preset, Path(folder), request.processes)
         except RuntimeError as error:
             raise UserError(f"the first cell cannot run: {error}") from None
     train = cells[0].config.train
@@ -108,7 +110,7 @@ def _dry_run(
     )
 
 
-def _run(console: Console, jobs: list[Job], preset: str, at_once: int, out: Path) -> None:
+def _run(console: Console, jobs: list[Job], request: AblateRequest, at_once: int, out: Path) -> None:
     done = sum(job.finished for job in jobs)
     console.print(note(f"{len(jobs)} runs, {done} of them finished, {at_once} at a time, in {out}"), soft_wrap=True)
     with progress(console) as bar:
@@ -120,7 +122,7 @@ def _run(console: Console, jobs: list[Job], preset: str, at_once: int, out: Path
             if state != "started":
                 bar.advance(task)
 
-        run_all(jobs, preset, at_once, tell)
+        run_all(jobs, request.preset, at_once, tell, request.processes)
 
 
 def _show(console: Console, request: AblateRequest, grid: Grid, jobs: Sequence[Job], out: Path) -> int:

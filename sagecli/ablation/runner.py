@@ -47,8 +47,8 @@ class Job:
         return (errors or lines or ["it printed nothing"])[-1].removeprefix("error: ")
 
 
-def run_all(jobs: list[Job], preset: str, at_once: int, tell: Callable[[Job, str], None]) -> None:
-    """Run the jobs that are not finished, `at_once` side by side; `tell` hears of each start and end.
+def run_all(jobs: list[Job], preset: str, at_once: int, tell: Callable[[Job, str], None], processes: int = 1) -> None:
+    """Run the jobs that are not finished, `at_once` side by side, each with so many processes; `tell` hears of them.
 
     Raises Interrupted when a signal came, after the processes have saved.
     """
@@ -59,7 +59,7 @@ def run_all(jobs: list[Job], preset: str, at_once: int, tell: Callable[[Job, str
             for place in range(at_once):
                 if place not in running and waiting:
                     job = waiting.pop(0)
-                    running[place] = (job, _start(job, preset, place, at_once))
+                    running[place] = (job, _start(job, ["--preset", preset], place, at_once, processes))
                     tell(job, "started")
             time.sleep(0.1)
             stop.check()
@@ -82,35 +82,37 @@ def _ended(running: dict[int, tuple[Job, "subprocess.Popen[bytes]"]]) -> Iterato
             process.wait()
 
 
-def _start(job: Job, preset: str, place: int, at_once: int) -> "subprocess.Popen[bytes]":
+def _start(job: Job, preset: list[str], place: int, at_once: int, processes: int) -> "subprocess.Popen[bytes]":
     """A process that begins the run, or continues it where it was interrupted."""
-    command = [sys.executable, "-m", "sagecli.cli", "train"]
+    command = [sys.executable, "-m", "sagecli.cli", "train", "--num-processes", str(processes)]
     if (job.path / "config.toml").is_file():
         command += ["--resume", str(job.path)]
     else:
         shutil.rmtree(job.path, ignore_errors=True)
         settings = [*job.cell.overrides, f"train.seed={job.seed}"]
-        command += ["--preset", preset, "--run", str(job.path), *(part for one in settings for part in ("--set", one))]
+        command += [*preset, "--run", str(job.path), *(part for one in settings for part in ("--set", one))]
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     if torch.cuda.is_available():
-        environment["CUDA_VISIBLE_DEVICES"] = str(place % torch.cuda.device_count())
+        gpus = (str((place * processes + number) % torch.cuda.device_count()) for number in range(processes))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     else:  # processes that share cores with more threads than there are cores are many times slower
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // at_once))
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (at_once * processes)))
     job.path.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as log:  # its own group: a Ctrl-C is passed on once, as a request to save
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
-def default_jobs() -> int:
-    """One run a GPU; without one, one a core, at most four."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
+def default_jobs(processes: int) -> int:
+    """As many as there are GPUs for; without one, cores, at most four runs."""
+    places = torch.cuda.device_count() if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
+    return max(1, places // processes)
 
 
-def probe_round(cell: PlannedCell, preset: str, folder: Path) -> tuple[float, float]:
+def probe_round(cell: PlannedCell, preset: str, folder: Path, processes: int = 1) -> tuple[float, float]:
     """Seconds that one round and one evaluation took, in a run of one round; RuntimeError where it failed."""
     overrides = [*cell.overrides, "train.rounds=1"]
     job = Job(PlannedCell(cell.name, overrides, cell.config), 0, folder / "probe")
-    run_all([job], preset, 1, lambda job, state: None)
+    run_all([job], preset, 1, lambda job, state: None, processes)
     if not job.finished:
         raise RuntimeError(job.failure())
     rows, evaluations = (read_jsonl(job.path / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
