@@ -32,7 +32,7 @@ SMALL = (
 )
 FULL = ("model.train=full", "parallel.shard=true", "optimizer.lr=1e-5")
 HELDOUT = (
-    "a small red circle moving left fast\na large blue square moving up slowly\na large green circle moving down\n"
+    "a small red circle moving left fast\na large blue square moving up slowly\na large green circle moving up fast\n"
 )
 
 
