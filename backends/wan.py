@@ -1,24 +1,22 @@
 """Wan 2.1 text to video, and Wan 2.2 TI2V-5B, which its class serves too (diffusers' WanPipeline).
 
-The transformer sees sigma as timestep = 1000 * sigma. Wan fills its text with zeros to 512 tokens and attends to them
-without a mask, so they cannot be dropped; but all 512 - L fillers have the same key and value, so one of them with
-log(512 - L) added to its score gives the same attention. Latents are normalised by the VAE's own mean and std of each
-channel. TI2V-5B's timestep for every token is, for text to video, one timestep: the same model call.
+The transformer sees sigma as timestep = 1000 * sigma. Its text is filled to 512 tokens, which wan_attention.py takes
+care of. Latents are normalised by the VAE's own mean and std of each channel. TI2V-5B's timestep for every token is,
+for text to video, one timestep: the same model call.
 """
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer, UMT5EncoderModel
 from transformers.utils.logging import disable_progress_bar
 
 from sagecli.backends import VideoSize, weights
 from sagecli.backends.attention import Attention
 from sagecli.backends.trained import choose_trained
+from sagecli.backends.wan_attention import FILLERS, TEXT_TOKENS, SelfAttention, TextAttention
 from sagecli.backends.weights import load, locate
 from sagecli.engine.noise import gaussian
 from sagecli.errors import UserError
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from sagecli.config import ModelConfig
 
 PIPELINE = "WanPipeline"
-TEXT_TOKENS = 512
 ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 LORA_TARGETS = {
     "attention": rf"blocks\.\d+\.{ATTENTION}",
@@ -94,7 +91,7 @@ class Wan:
 
     @torch.no_grad()
     def encode(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Conditioning [1, L + 1, D] of every prompt: its L real tokens and one filler; each is encoded once.
+        """Conditioning [1, L + 3, D] of every prompt: its L real tokens, at most 3 fillers; each is encoded once.
 
         The empty prompt is encoded along, for guidance; see free_text_encoders.
         """
@@ -119,7 +116,7 @@ class Wan:
         length = int(text[0].ne(0).any(-1).sum())  # fillers are exactly zero
         if length == TEXT_TOKENS:
             raise UserError(f"the prompt {prompt[:40]!r}... has {TEXT_TOKENS} tokens or more; shorten it")
-        return text[:, : length + 1]
+        return text[:, : length + FILLERS]
 
     def initial_latents(self, seeds: list[int], size: VideoSize) -> Tensor:
         """Standard normal latents [B, C, F', H', W'] float32 on the device, one per seed (noise stream 0)."""
@@ -156,44 +153,3 @@ class Wan:
         )
         videos: Tensor = self._vae.decode(latents * std + mean).sample
         return (videos / 2 + 0.5).clamp(0, 1).permute(0, 2, 1, 3, 4)
-
-
-class SelfAttention:
-    """Processor of the latents' attention to one another: no mask, by the chosen kernel."""
-
-    def __init__(self, attention: Attention) -> None:
-        """One kernel serves all blocks."""
-        self.attention = attention
-
-    def __call__(
-        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: None, mask: None, rotary: Any
-    ) -> Tensor:
-        """Latent tokens [B, N, D] after attention."""
-        value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
-        query = _rotated(attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1)), *rotary)
-        key = _rotated(attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1)), *rotary)
-        # Under autocast the norms return float32 where the projections return bfloat16: kernels want one dtype.
-        mixed = self.attention(query.to(value.dtype), key.to(value.dtype), value).flatten(2)
-        output: Tensor = attn.to_out[0](mixed)
-        return output
-
-
-class TextAttention:
-    """Processor of the latents' attention to text of fewer than 512 tokens, whose last stands for all fillers."""
-
-    def __call__(self, attn: Any, hidden_states: Tensor, text: Tensor, mask: None, rotary: None) -> Tensor:
-        """Latent tokens [B, N, D] after attention to text [B, L + 1, D]."""
-        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(text)), attn.to_v(text)
-        q, k, v = (part.unflatten(2, (attn.heads, -1)).transpose(1, 2).to(value.dtype) for part in (query, key, value))
-        weight = torch.zeros(1, 1, 1, text.shape[1], device=text.device, dtype=value.dtype)
-        weight[..., -1] = math.log(TEXT_TOKENS - (text.shape[1] - 1))
-        mixed = scaled_dot_product_attention(q, k, v, attn_mask=weight).transpose(1, 2).flatten(2)
-        output: Tensor = attn.to_out[0](mixed)
-        return output
-
-
-def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary embedding of [B, N, heads, head_dim]: pairs of neighbours turned by the table's angles."""
-    even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)
-    cosine, sine = cosine[..., 0::2], sine[..., 1::2]
-    return torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], -1).flatten(-2).type_as(states)

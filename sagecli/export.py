@@ -50,7 +50,7 @@ def export(request: ExportRequest, tell: Callable[[str], None]) -> Path:
     dtype_name = _dtype(request.dtype, config, kind)
     out = request.out or Path("exports") / f"{source.parents[1].name}-{kind}"
     _refuse(out, request.force)
-    partial = out.with_name(f".{out.name}.partial")
+    partial = out.resolve().with_name(f".{out.resolve().name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -59,6 +59,9 @@ def export(request: ExportRequest, tell: Callable[[str], None]) -> Path:
         facts |= _write_and_check(config, source, request, kind, DTYPES[dtype_name], partial)
         if request.verify:
             tell(f"checked: loaded again it is the same but for {facts['difference']:.1e}")
+        if facts["lost"] is not None and dtype_name != "fp32":
+            advice = "; --dtype fp32 keeps it" if facts["lost"] > 0.1 else ""
+            tell(f"storing it in {dtype_name} changed {facts['lost']:.1%} of what training changed{advice}")
         _write_rest(config, source, facts, partial)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -96,6 +99,8 @@ def _dtype(given: str | None, config: "Config", kind: str) -> str:
 def _refuse(out: Path, force: bool) -> None:
     if out.is_file():
         raise UserError(f"{out} is a file; an export needs a folder")
+    if out.resolve() == Path.cwd():
+        raise UserError(f"--out {out}: this is the folder you are in; name one in it")
     if out.exists() and any(out.iterdir()):
         if not force:
             raise UserError(f"{out} is not empty; name another folder with --out, or --force to replace it")
@@ -108,19 +113,21 @@ def _refuse(out: Path, force: bool) -> None:
 def _write_and_check(
     config: "Config", source: Path, request: ExportRequest, kind: str, dtype: torch.dtype, folder: Path
 ) -> dict[str, Any]:
-    """Returns the transformer's class and the difference that the check found, None without a check."""
+    """Returns the transformer's class and what the check found, None without a check."""
     name = config.model.backbone
     trained = _trained(config, source, request.ema)
-    named = kind in ("tencent", "comfyui")
-    expected = exportformats.velocities(trained) if request.verify and not named else None
+    facts: dict[str, Any] = {"transformer": type(trained.module).__name__, "difference": None, "lost": None}
+    if not request.verify:
+        exportformats.write(trained, name, kind, dtype, folder)
+        return facts
+    if kind in ("tencent", "comfyui"):
+        exportformats.write(trained, name, kind, dtype, folder)
+        return facts | vars(exportformats.check_named(trained.module, name, kind, dtype, folder))
+    exact = exportformats.velocities(trained)
     exportformats.write(trained, name, kind, dtype, folder)
-    facts: dict[str, Any] = {"transformer": type(trained.module).__name__, "difference": None}
-    if request.verify and named:
-        facts["difference"] = exportformats.check_named(trained.module, name, kind, dtype, folder)
-    elif expected is not None:
-        del trained  # two large models need not be in memory at once
-        facts["difference"] = exportformats.check(_backbone(config, "frozen"), expected, kind, dtype, folder)
-    return facts
+    stored = exportformats.stored_velocities(trained)
+    del trained  # two large models need not be in memory at once
+    return facts | vars(exportformats.check(_backbone(config, "frozen"), exact, stored, kind, folder))
 
 
 def _backbone(config: "Config", train: str) -> Backbone:

@@ -72,11 +72,21 @@ def _how_to_load(config: "Config", kind: str, prompt: str, pipeline: str, transf
     return f"Run in this folder:\n\n```python\n{_snippet(config, kind, prompt, pipeline, transformer)}\n```"
 
 
+def _place(path: str) -> str:
+    """A folder's absolute path, because the snippet is run elsewhere; a hub id as it is."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path
+
+
 def _snippet(config: "Config", kind: str, prompt: str, pipeline: str, transformer: str) -> str:
     """At most ten lines that load the weights and make a video."""
     video, path = config.video, config.model.path
     half = config.model.dtype == "bfloat16"
-    base = TINY if path == "tiny" else repr(path)
+    base = (
+        TINY
+        if path == "tiny"
+        else repr(str(Path(path).expanduser().resolve()) if Path(path).expanduser().is_dir() else path)
+    )
     more = ", dtype=torch.bfloat16" if half else ""
     device = '.to("cuda")' if half else ""
     load = f"pipe = {pipeline}.from_pretrained({base}{more}){device}"

@@ -29,8 +29,20 @@ LORA_FILE = "pytorch_lora_weights.safetensors"  # diffusers' own name
 METADATA_KEY = "lora_adapter_metadata"  # likewise
 CHECK_PROMPT = "a red ball rolls to the left"
 CHECK_SIZE = VideoSize(64, 64, 5)
+SAME = 1e-5
+"""Largest difference of velocities, relative to the largest velocity, of one model computed twice."""
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
-"""Largest difference of velocities, relative to the largest velocity, that storing the weights may make."""
+"""Largest difference of what is added to a weight, relative to the largest entry, that storing it may make."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check found."""
+
+    difference: float
+    """Between the export, loaded again, and what was to be stored: relative to the largest velocity, or weight."""
+    lost: float | None
+    """Of what training changed in the velocities, the share that storing in the dtype changed; None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,7 @@ def loras(module: nn.Module, dtype: torch.dtype) -> dict[str, Lora]:
 def velocities(backbone: Backbone) -> Tensor:
     """Velocities on fixed inputs, at much noise and at little."""
     conditioning = backbone.encode([CHECK_PROMPT])[CHECK_PROMPT]
+    backbone.free_text_encoders()
     latents = backbone.initial_latents([0], CHECK_SIZE)
     return torch.cat([backbone.velocity(latents, sigma, conditioning, 1.0) for sigma in (0.9, 0.3)])
 
@@ -99,24 +112,40 @@ def write(backbone: Backbone, name: str, kind: str, dtype: torch.dtype, folder: 
     config.save_pretrained(folder)
 
 
-def check(fresh: Backbone, expected: Tensor, kind: str, dtype: torch.dtype, folder: Path) -> float:
-    """Largest relative difference between expected velocities and those of a fresh base model with the export loaded.
+def stored_velocities(backbone: Backbone) -> Tensor:
+    """Velocities of the weights as `write` left them in the module: rounded to the dtype they are stored in."""
+    backbone.module.float()
+    return velocities(backbone)
 
-    RunStopped where it is more than storing in dtype explains.
+
+def check(fresh: Backbone, trained: Tensor, stored: Tensor, kind: str, folder: Path) -> Checked:
+    """Load the export into a fresh base model and compare with the velocities of what was to be stored.
+
+    trained: velocities before weights were rounded to the export's dtype. RunStopped for a difference over SAME.
     """
     module: Any = fresh.module
+    base = velocities(fresh)
     if kind == "diffusers":
         module.load_lora_adapter(folder, weight_name=LORA_FILE, use_safetensors=True, prefix=None, adapter_name=ADAPTER)
     elif kind == "peft":
         PeftModel.from_pretrained(module, str(folder))
     else:
-        module.load_state_dict(type(module).from_pretrained(folder).state_dict())
-    difference = float((velocities(fresh) - expected).abs().max() / expected.abs().max())
-    if not difference <= ROUNDING[dtype]:
+        _replace_weights(module, folder)
+    difference = float((velocities(fresh) - stored).abs().max() / stored.abs().max())
+    if not difference <= SAME:
         raise RunStopped(
             f"the {kind} export, loaded again, gives velocities that differ by {difference:.1e} of their size"
         )
-    return difference
+    return Checked(difference, float((stored - trained).norm() / (trained - base).norm().clamp(min=1e-30)))
+
+
+def _replace_weights(module: Any, folder: Path) -> None:
+    """Give a module the weights of a transformer folder, read by its class; two copies never lie in memory."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.new_empty(0)
+    weights = type(module).from_pretrained(folder).state_dict()
+    for name, parameter in module.named_parameters():
+        parameter.data = weights.pop(name).float()
 
 
 def _write_named(module: nn.Module, name: str, naming: str, dtype: torch.dtype, folder: Path) -> None:
@@ -164,8 +193,8 @@ def _stacked(parts: dict[Place, Lora]) -> Lora:
     return Lora(torch.cat([lora.down for _, lora in ordered]), up, ordered[0][1].scale)
 
 
-def check_named(module: nn.Module, name: str, naming: str, dtype: torch.dtype, folder: Path) -> float:
-    """Largest difference, relative to the largest entry, between what the file adds to a weight and what the run added.
+def check_named(module: nn.Module, name: str, naming: str, dtype: torch.dtype, folder: Path) -> Checked:
+    """Compare what the file adds to every weight with what the run added.
 
     RunStopped where it is more than storing in dtype explains, or where the file has more or fewer layers.
     """
@@ -182,7 +211,7 @@ def check_named(module: nn.Module, name: str, naming: str, dtype: torch.dtype, f
             scale = max(scale, float(wanted.abs().max()))
     if stored or not largest / scale <= ROUNDING[dtype]:
         raise RunStopped(f"the {naming} export, read again, adds other weights: they differ by {largest / scale:.1e}")
-    return largest / scale
+    return Checked(largest / scale, None)
 
 
 def _read_named(file: Path, naming: str) -> dict[str, Tensor]:

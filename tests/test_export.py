@@ -255,7 +255,60 @@ def test_bf16_is_stored_and_checked_within_its_rounding(runs, sage, tmp_path, ki
     assert result.code == 0, result.err
     (file,) = out.glob("*.safetensors")
     assert {value.dtype for name, value in load_file(file).items() if not name.endswith("alpha")} == {torch.bfloat16}
-    assert 1e-5 < json.loads((out / "export.json").read_text())["difference"] < 2**-6
+    facts = json.loads((out / "export.json").read_text())
+    if kind in ("tencent", "comfyui"):
+        assert 1e-5 < facts["difference"] < 2**-6
+    else:  # against weights rounded likewise, which is exact; what rounding does is told apart
+        assert facts["difference"] <= 1e-5
+        assert 0 < facts["lost"] < 0.1
+        assert f"storing it in bf16 changed {facts['lost']:.1%} of what training changed" in result.out
+
+
+def test_in_half_precision_the_base_is_not_taken_for_the_trained_model(runs, sage, tmp_path, monkeypatch):
+    """However little training did: here a hundredth of what bf16 may round."""
+    run = Path(shutil.copytree(runs["lora"], tmp_path / "run", symlinks=True))
+    load_weights = checkpoint.load_weights
+
+    def faint(parameters: dict[str, Tensor], *arguments: Any) -> None:
+        load_weights(parameters, *arguments)
+        for name, value in parameters.items():
+            if "lora_B" in name:
+                value.data *= 1e-4
+
+    write = exportformats.write
+
+    def forgotten(backbone: Backbone, *arguments: Any) -> None:
+        kept = {name: value.detach().clone() for name, value in trainable(backbone.module).items()}
+        for name, value in trainable(backbone.module).items():
+            value.data *= 0 if "lora_B" in name else 1
+        write(backbone, *arguments)
+        for name, value in trainable(backbone.module).items():
+            value.data = kept[name].to(value.dtype)
+
+    monkeypatch.setattr(checkpoint, "load_weights", faint)
+    options = ("export", str(run), "--format", "diffusers", "--dtype", "bf16", "--out", str(tmp_path / "out"))
+    assert sage(*options).code == 0
+    monkeypatch.setattr(exportformats, "write", forgotten)
+    result = sage(*options, "--force")
+    assert (result.code, "loaded again, gives velocities that differ by" in result.err) == (1, True), result.out
+
+
+def test_the_folder_one_is_in_is_not_replaced(runs, sage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = sage("export", str(runs["lora"]), "--out", ".")
+    assert (result.code, "--out .: this is the folder you are in; name one in it" in result.err) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_card_names_a_local_base_by_its_whole_path(runs, tmp_path, monkeypatch):
+    from sagecli.exportcard import write_card
+
+    config = checkpoint.config_of(checkpoint.find(runs["wan"]))
+    monkeypatch.chdir(Path(config.model.path).parent)
+    near = config.model.model_copy(update={"path": Path(config.model.path).name})
+    facts = {"format": "diffusers", "dtype": "fp32", "ema": False, "round": 1, "update": 1, "transformer": "Wan"}
+    write_card(tmp_path, config.model_copy(update={"model": near}), facts, "a cat")
+    assert f"from_pretrained({config.model.path!r})" in (tmp_path / "README.md").read_text()
 
 
 def test_a_step_and_the_moving_average(runs, sage, tmp_path):

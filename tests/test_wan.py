@@ -1,6 +1,7 @@
 """The Wan backbone against diffusers' own pipeline, on tiny pipelines of the real classes."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from tiny_wan import save_wan
 from torch import Tensor
 
 from sagecli.backends import VideoSize
 from sagecli.backends.wan import Wan
+from sagecli.backends.wan_attention import FILLERS, TextAttention, filler_weights
 from sagecli.config import Config, ModelConfig
 from sagecli.engine.samples import Scored
 from sagecli.engine.schedule import sigma_schedule
@@ -73,6 +76,28 @@ def test_velocity_equals_the_stock_transformer_on_512_text_tokens(folder):
             theirs = pipeline.transformer(latents, torch.full((2,), 930.0), text.expand(2, -1, -1)).sample
             ours = backbone.velocity(latents, 0.93, backbone.encode([prompt])[prompt], 1.0)
         torch.testing.assert_close(ours, theirs, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_fillers_weights_stand_for_all_of_them_in_any_dtype(dtype):
+    for count in range(4, 513):
+        weights = filler_weights(count, dtype)
+        assert torch.tensor(weights, dtype=dtype).tolist() == list(weights)
+        assert sum(map(math.exp, weights)) == pytest.approx(count, rel=1e-5)
+
+
+def test_the_longest_texts_keep_every_filler(folder):
+    """Attention to text with 1 to 5 fillers of 512, against attention to all 512 tokens."""
+    backbone = build(folder)
+    attention = backbone.module.blocks[0].attn2
+    text = torch.randn(1, 512, attention.to_k.in_features, generator=torch.Generator().manual_seed(0))
+    states = torch.randn(1, 6, attention.to_q.in_features, generator=torch.Generator().manual_seed(1))
+    for fillers in range(1, 6):
+        filled = text.clone()
+        filled[:, 512 - fillers :] = 0
+        expected = WanAttnProcessor()(attention, states, filled, None, None)
+        given = filled[:, : 512 - fillers + FILLERS]
+        torch.testing.assert_close(TextAttention()(attention, states, given, None, None), expected, atol=1e-6, rtol=0)
 
 
 class StatedSigmas(FlowMatchEulerDiscreteScheduler):
