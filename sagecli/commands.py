@@ -44,8 +44,12 @@ def stamp() -> str:
 def check_processes(preset: str, overrides: list[str], resumed: Path | None, count: int) -> None:
     """UserError, before any of them starts, for a configuration that is wrong or has fewer samples than processes."""
     config = _run_of(resumed)[1] if resumed else load_config(preset, overrides)
-    samples = config.train.groups_per_round * config.train.group_size
-    if count > samples:
+    samples, sequence = config.train.groups_per_round * config.train.group_size, config.parallel.sequence
+    if count % sequence or (config.parallel.data and count != config.parallel.data * sequence):
+        raise UserError(
+            f"{count} processes do not fit parallel.sequence = {sequence} and parallel.data = {config.parallel.data}"
+        )
+    if count > samples * sequence:
         raise UserError(
             f"{count} processes for {samples} samples a round (train.groups_per_round = "
             f"{config.train.groups_per_round}, train.group_size = {config.train.group_size}): each needs one at least"

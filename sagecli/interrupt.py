@@ -1,6 +1,8 @@
 """Ctrl-C and SIGTERM as a request that the run answers at a safe moment."""
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,17 +20,25 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """The first signal is remembered for `check` to raise; a second one acts at once."""
+    """The first signal is remembered for `check` to raise; a second one acts at once.
+
+    Within two seconds it is taken for the same: schedulers signal every process, and a launcher passes it on.
+    """
 
     def __init__(self) -> None:
         self._received: int | None = None
+        self._when = 0.0
         self._before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
         for signum in self._before:
             signal.signal(signum, self._remember)
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
-        self._received = signum
-        self.close()
+        now = time.monotonic()
+        if self._received is None:
+            self._received, self._when = signum, now
+        elif now - self._when > 2:
+            self.close()
+            os.kill(os.getpid(), signum)
 
     def close(self) -> None:
         """Give the signals back."""

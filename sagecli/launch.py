@@ -130,12 +130,12 @@ def launch(request: Launch, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _passed_on(process: "subprocess.Popen[str]", folder: Path) -> Iterator[None]:
-    """Signals go to every process of the run; a second one ends them at once."""
-    received: list[int] = []
+    """Signals go to every process of the run; another one, two seconds later, ends them at once."""
+    received: list[float] = []
 
     def handle(signum: int, frame: Any) -> None:
-        received.append(signum)
-        if len(received) > 1:
+        received.append(time.monotonic())
+        if received[-1] - received[0] > 2:
             os.killpg(process.pid, signal.SIGKILL)
         for file in folder.glob("*.pid"):
             os.kill(int(file.read_text()), signum)
