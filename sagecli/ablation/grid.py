@@ -44,6 +44,8 @@ class Grid(Section):
     """Whether the table marks the best, second and third of each column."""
     plot: Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = ("reward",)
     """reward, axes (each of them), an axis, exploration, kl_share."""
+    compare: Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = ("reward",)
+    """Of what the table shows each cell's difference to the first; rewards of other weights do not compare."""
     columns: Annotated[tuple[str, ...], Field(strict=False)] = ()
     set: dict[str, Any] = Field(default_factory=dict)
     """Of every cell."""

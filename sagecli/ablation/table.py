@@ -21,7 +21,8 @@ def result_table(results: Sequence[CellResult], grid: Grid, remark: str) -> dict
     """
     keys = list(next((result.numbers for result in results if result.runs), {}))
     axes = [key for key in keys if key not in grid.columns]
-    columns = ["", *axes, "reward against the first", *(TITLES[column] for column in grid.columns)]
+    against = [f"{key} against the first" for key in grid.compare]
+    columns = ["", *axes, *against, *(TITLES[column] for column in grid.columns)]
     means = {key: [float(np.mean(one.numbers[key])) if one.runs else math.nan for one in results] for key in keys}
     rows = []
     for place, result in enumerate(results):
@@ -31,7 +32,7 @@ def result_table(results: Sequence[CellResult], grid: Grid, remark: str) -> dict
             continue
         row: list[Any] = [result.name + (f" ({len(result.failures)} failed)" if result.failures else "")]
         row += [_number(result.numbers[key], _rank(means[key], place) if grid.ranked else "") for key in axes]
-        row.append({"text": _against(place, result.differences.get("reward")), "class": "number"})
+        row += [{"text": _against(place, result.differences.get(key)), "class": "number"} for key in grid.compare]
         row += [_number(result.numbers[column], "") for column in grid.columns]
         rows.append(row)
     seeds = max((len(result.runs) for result in results), default=0)
