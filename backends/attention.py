@@ -84,13 +84,18 @@ class JointAttention:
         text_query = attn.norm_added_q(attn.add_q_proj(encoder_hidden_states).unflatten(2, heads))
         text_key = attn.norm_added_k(attn.add_k_proj(encoder_hidden_states).unflatten(2, heads))
         text_value = attn.add_v_proj(encoder_hidden_states).unflatten(2, heads)
-        value = torch.cat([attn.to_v(hidden_states).unflatten(2, heads), text_value], dim=1)
+        value = attn.to_v(hidden_states).unflatten(2, heads)
         # Under autocast the norms return float32 where the projections return bfloat16: kernels want one dtype.
-        query = torch.cat([query, text_query], dim=1).to(value.dtype)
-        key = torch.cat([key, text_key], dim=1).to(value.dtype)
-        mixed = self.attention(query, key, value).flatten(2)
-        latents = hidden_states.shape[1]
-        return attn.to_out[0](mixed[:, :latents]), attn.to_add_out(mixed[:, latents:])
+        latents = query.to(value.dtype), key.to(value.dtype), value
+        text = text_query.to(value.dtype), text_key.to(value.dtype), text_value
+        mixed, mixed_text = self.mix(latents, text)
+        return attn.to_out[0](mixed.flatten(2)), attn.to_add_out(mixed_text.flatten(2))
+
+    def mix(self, latents: tuple[Tensor, ...], text: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Attention of queries, keys and values [B, N, heads, head_dim] of latents and [B, L, ...] of text."""
+        mixed = self.attention(*(torch.cat(pair, dim=1) for pair in zip(latents, text, strict=True)))
+        count = latents[0].shape[1]
+        return mixed[:, :count], mixed[:, count:]
 
 
 def _has_backward(output: Tensor, probe: Tensor) -> bool:

@@ -60,13 +60,12 @@ class TextAttention:
 @lru_cache
 def filler_weights(count: int, dtype: torch.dtype) -> tuple[float, ...]:
     """FILLERS numbers of the dtype, the sum of whose exponentials is nearly count, and never more."""
-    weights = []
+    weights: list[float] = []
     for _ in range(FILLERS):
-        rest = count - sum(map(math.exp, weights))
-        weight = torch.tensor(math.log(rest) if rest > 0 else -math.inf, dtype=dtype)
-        if math.exp(weight) > rest:
-            weight = torch.nextafter(weight, torch.tensor(-math.inf, dtype=dtype))
-        weights.append(float(weight))
+        rest = count - sum(math.exp(weight) for weight in weights)
+        nearest = torch.tensor(math.log(rest) if rest > 0 else -math.inf, dtype=dtype)
+        below = torch.nextafter(nearest, torch.tensor(-math.inf, dtype=dtype))
+        weights.append(float(below if math.exp(nearest) > rest else nearest))
     return tuple(weights)
 
 

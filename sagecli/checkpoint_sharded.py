@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -30,9 +31,9 @@ def write(learner: Learner, folder: Path) -> dict[str, Any]:
 
     processes = learner.processes
     save(_tensors(learner), checkpoint_id=folder / FOLDER)
-    mine = list((folder / FOLDER).glob(f"__{processes.rank}_*"))
+    mine = list((folder / FOLDER).glob(f"__{dist.get_rank()}_*"))
     mine += [folder / FOLDER / ".metadata"] if processes.first else []
-    told = processes.gather({f"{FOLDER}/{file.name}": statement(file) for file in mine})
+    told = processes.gather_all({f"{FOLDER}/{file.name}": statement(file) for file in mine})
     return {name: stated for part in told for name, stated in part.items()}
 
 

@@ -44,12 +44,9 @@ def stamp() -> str:
 def check_processes(preset: str, overrides: list[str], resumed: Path | None, count: int) -> None:
     """UserError, before any of them starts, for a configuration that is wrong or has fewer samples than processes."""
     config = _run_of(resumed)[1] if resumed else load_config(preset, overrides)
-    samples, sequence = config.train.groups_per_round * config.train.group_size, config.parallel.sequence
-    if count % sequence or (config.parallel.data and count != config.parallel.data * sequence):
-        raise UserError(
-            f"{count} processes do not fit parallel.sequence = {sequence} and parallel.data = {config.parallel.data}"
-        )
-    if count > samples * sequence:
+    launch.check_count(config.parallel, count)
+    samples = config.train.groups_per_round * config.train.group_size
+    if count > samples * config.parallel.sequence:
         raise UserError(
             f"{count} processes for {samples} samples a round (train.groups_per_round = "
             f"{config.train.groups_per_round}, train.group_size = {config.train.group_size}): each needs one at least"
@@ -59,7 +56,7 @@ def check_processes(preset: str, overrides: list[str], resumed: Path | None, cou
 def start_training(console: Console, preset: str, overrides: list[str], path: Path | None) -> None:
     """A new run; its folder appears when everything that it needs is there."""
     config = load_config(preset, overrides)
-    processes = launch.join()
+    processes = launch.join(config.parallel)
     run = RunDir(processes.gather(path or Path("runs") / f"{Path(preset).stem}-{stamp()}")[0])
     processes.by_first(run.refuse_used)
     processes.together(lambda: preflight.require(missing_for_run(config), f"training with {preset!r}"))
@@ -82,7 +79,7 @@ def continue_training(console: Console, path: Path, changed: list[str]) -> None:
     changed: keys of config.toml that may differ from the checkpoint's.
     """
     run, config, named = _run_of(path)
-    processes = launch.join()
+    processes = launch.join(config.parallel)
     processes.together(lambda: preflight.require(missing_for_run(config), f"the run {run.path}"))
     with ExitStack() as held, TrainDisplay(console, config) as display, enough_memory(config):
         processes.by_first(lambda: held.enter_context(run.lock()))
@@ -187,7 +184,9 @@ def make_rollouts(console: Console, request: Request, output: RolloutOutput) -> 
     """Videos of a prompt file; returns the exit code."""
     prompts = read_prompts(output.prompts)
     config = rollout_config(request)
-    processes = launch.join()
+    if config.parallel.sequence > 1:
+        raise UserError("parallel.sequence: sage rollout shares prompts between processes, not tokens; set it to 1")
+    processes = launch.join(config.parallel)
     rewards = [RewardSource(name=name) for name in dict.fromkeys(output.rewards)]
     adapter = checkpoint.find(request.adapter) if request.adapter is not None else None
     out = processes.gather(output.out or Path("rollouts") / stamp())[0]

@@ -55,7 +55,7 @@ def export(request: ExportRequest, tell: Callable[[str], None]) -> Path:
     partial.mkdir(parents=True)
     try:
         tell(f"{kind}, {dtype_name}, of {source}")
-        facts = {"format": kind, "dtype": dtype_name, "ema": request.ema, **checkpoint.progress(source)}
+        facts: dict[str, Any] = {"format": kind, "dtype": dtype_name, "ema": request.ema, **checkpoint.progress(source)}
         facts |= _write_and_check(config, source, request, kind, DTYPES[dtype_name], partial)
         if request.verify:
             tell(f"checked: loaded again it is the same but for {facts['difference']:.1e}")

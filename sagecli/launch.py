@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from sagecli.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
+    from sagecli.config import ParallelConfig
     from sagecli.engine.processes import Processes
 
 FOLDER, COUNT, LAUNCHER = "SAGE_LAUNCH_FOLDER", "SAGE_PROCESSES", "SAGE_LAUNCHER"
@@ -183,11 +184,12 @@ def _error_of(code: int, sentence: str) -> Exception:
     return UserError(sentence) if code == 2 else RunStopped(sentence)
 
 
-def join() -> "Processes":
-    """This process's place among those of the run; waits until all are there."""
+def join(parallel: "ParallelConfig") -> "Processes":
+    """This process's place among those of the run; waits until all are there. UserError where they do not fit."""
     from sagecli.engine.processes import ALONE, Processes
 
     found = place()
+    check_count(parallel, found[1] if found else 1)
     if found is None:
         return ALONE
     import torch
@@ -200,12 +202,23 @@ def join() -> "Processes":
         (Path(os.environ[FOLDER]) / f"{rank}.pid").write_text(str(os.getpid()))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=LONGEST_WAIT)
-    processes = Processes(rank, count, None, rank == 0)
+    sequence = parallel.sequence
+    processes = Processes(rank // sequence, count // sequence, sequence, rank % sequence)
     neighbours = [
-        pid for host, pid in processes.gather((socket.gethostname(), os.getpid())) if host == socket.gethostname()
+        pid for host, pid in processes.gather_all((socket.gethostname(), os.getpid())) if host == socket.gethostname()
     ]
     threading.Thread(target=_watch, args=(neighbours,), daemon=True).start()
     return processes
+
+
+def check_count(parallel: "ParallelConfig", count: int) -> None:
+    """UserError for a number of processes that the [parallel] table does not allow."""
+    if count % parallel.sequence or (parallel.data and count != parallel.data * parallel.sequence):
+        wanted = f"{parallel.data} x {parallel.sequence}" if parallel.data else f"a multiple of {parallel.sequence}"
+        raise UserError(
+            f"--num-processes {count}: with parallel.data = {parallel.data} and parallel.sequence = "
+            f"{parallel.sequence} it takes {wanted}"
+        )
 
 
 def _store() -> Any:

@@ -42,7 +42,7 @@ class Request:
 
 def rollout_config(request: Request) -> "Config":
     """The configuration of a rollout: the preset's, else that of the adapter's run, else the model's own preset."""
-    implied = []
+    implied = ["parallel.data=0", "parallel.sequence=1", "parallel.shard=false"]  # how a run was trained
     if request.sde:
         implied.append(f"sampler.sde={request.sde}")
     if request.sde == "ode":

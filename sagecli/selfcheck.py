@@ -38,8 +38,8 @@ def first_round(config: "Config", learner: Learner, score: Score, done: Round) -
         lines.append(
             "the anchor is as it was" if checks["anchor_unchanged"] else "warning: training changed the anchor"
         )
-    if learner.processes.count > 1 and not learner.sharded:
-        sums = learner.processes.gather(_checksum(learner))
+    if learner.processes.world > 1 and not learner.sharded:
+        sums = learner.processes.gather_all(_checksum(learner))
         checks["same_on_all"] = len(set(sums)) == 1
         if not checks["same_on_all"]:
             raise RunStopped(f"after one round the parameters of the {len(sums)} processes differ: {sums}")

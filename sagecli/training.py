@@ -83,7 +83,11 @@ class Training:
             )
         self.backbone = build_backbone(config.model, self.prompts + self.heldout)
         self.score = Scorer.loaded(config.reward.models, config.video.fps, config.reward.timeout)
-        if config.parallel.shard and processes.count > 1:
+        if processes.sequence > 1:
+            from sagecli.backends.sequence_parallel import split_sequence
+
+            split_sequence(self.backbone.module, processes.sequence, preflight.device())
+        if config.parallel.shard and processes.world > 1:
             computed = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
             shard(self.backbone.module, computed, preflight.device())
         self.learner = Learner(config, self.backbone, processes)
@@ -186,7 +190,7 @@ class Training:
         self.processes.by_first(lambda: self.run.folder("evaluations", round))
         shown = set(np.linspace(0, len(self.heldout) - 1, min(count, len(self.heldout))).round().astype(int).tolist())
         mine: Sequence[int] = range(self.processes.rank, len(self.heldout), self.processes.count)
-        if self.learner.sharded:  # all processes call the model equally often; what is done twice counts once
+        if self.learner.in_step:  # all processes call the model equally often; what is done twice counts once
             most = -(-len(self.heldout) // self.processes.count)
             mine = [(self.processes.rank + turn * self.processes.count) % len(self.heldout) for turn in range(most)]
 
@@ -196,7 +200,7 @@ class Training:
             for place, sample, scored in evaluate(self.learner, self.backbone, self.score, prompts, tick):
                 rows, picture = sample_rows(scored, self.config.eval.seeds), None
                 if place in shown:
-                    if place % self.processes.count == self.processes.rank:
+                    if place % self.processes.count == self.processes.rank and self.processes.leads:
                         media.write_video(folder / f"{place:03d}.mp4", sample.videos[0], self.config.video.fps)
                     picture = media.sheet_row(sample.videos[0], rows[0])
                 found[place] = rows, picture
@@ -226,7 +230,7 @@ class Training:
         folder = self.run.place("rollouts", done.number)
         self.processes.by_first(lambda: self.run.folder("rollouts", done.number))
         for place, sampled in done.own.items():
-            if place < count and done.share[place][0] == 0:
+            if place < count and done.share[place][0] == 0 and self.processes.leads:
                 media.write_video(folder / f"{place:03d}.mp4", sampled.videos[0], self.config.video.fps)
         if self.processes.first:
             rows = [sample_rows(scored, scored.group.seeds)[0] for scored in done.groups[:count]]

@@ -2,6 +2,7 @@
 how many processes share them. Started with the variables of a launcher, or without any for one process.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from torch import Tensor
 
 from sagecli import launch
 from sagecli.backends.hunyuanvideo15 import Conditioning, HunyuanVideo15
-from sagecli.config import Config
+from sagecli.backends.sequence_parallel import split_sequence
+from sagecli.config import Config, ParallelConfig
 from sagecli.engine.samples import Scored
 from sagecli.engine.sharding import shard, whole
 from sagecli.engine.train import train_round
 from sagecli.engine.update import Learner, trainable
 
 PROMPTS = ["a small red circle moving left fast", "a large blue square moving up slowly"]
+UNDIAGNOSED = {"diagnose_every": 0}
 STRATEGIES = ("none", "fixed", "stepwise", "moving", "dual-moving")
 
 
@@ -66,7 +69,9 @@ def run_case(config: Config, exact: bool, processes: Any) -> dict[str, Any]:
     backbone = (Exact if exact else HunyuanVideo15)(config.model, torch.device("cpu"))
     backbone.encode(PROMPTS)
     start = {name: value.detach().clone() for name, value in trainable(backbone.module).items()}
-    if config.parallel.shard and processes.count > 1:
+    if processes.sequence > 1:
+        split_sequence(backbone.module, processes.sequence, torch.device("cpu"))
+    if config.parallel.shard and processes.world > 1:
         shard(backbone.module, torch.float32, torch.device("cpu"))
     learner = Learner(config, backbone, processes)
     found: dict[str, Any] = {"start": start, "metrics": []}
@@ -89,6 +94,14 @@ def run_case(config: Config, exact: bool, processes: Any) -> dict[str, Any]:
 
 def cases(which: str) -> dict[str, tuple[Config, bool]]:
     """Name -> (configuration, in float64)."""
+    if which == "sequence":  # the weights of all three ways at once, with and without shards
+        return {
+            "exact-lora": (_with_eps(configuration("lora", "dual-moving")), True),
+            "exact-full": (
+                _with_eps(configuration("full", "fixed", parallel={"shard": True}, train=UNDIAGNOSED)),
+                True,
+            ),
+        }
     if which == "short":
         return {"lora": (configuration("lora", "dual-moving"), False)}
     found = {
@@ -99,7 +112,7 @@ def cases(which: str) -> dict[str, tuple[Config, bool]]:
     slices = {"train": {"groups_per_round": 3}, "objective": {"updates_per_round": 2, "epochs": 2}}
     found["slices"] = (configuration("lora", "dual-moving", **slices), False)
     found["wide"] = (configuration("lora", "dual-moving", train={"groups_per_round": 1, "micro_batch": 3}), False)
-    split = {"parallel": {"shard": True}, "train": {"diagnose_every": 0}}
+    split = {"parallel": {"shard": True}, "train": UNDIAGNOSED}
     found["shard"] = (configuration("full", "dual-moving", **split), False)
     found["shard-muon"] = (configuration("full", "moving", **split, optimizer={"lr": 1e-3, "kind": "muon"}), False)
     found["shard-slices"] = (configuration("full", "fixed", **split, **{"objective": {"updates_per_round": 2}}), False)
@@ -115,8 +128,9 @@ def _with_eps(config: Config) -> Config:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    together = launch.join()
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    together = launch.join(ParallelConfig(sequence=2 if sys.argv[1] == "sequence" and count > 1 else 1))
     for name, (config, exact) in cases(sys.argv[1]).items():
-        torch.save(run_case(config, exact, together), Path(sys.argv[2]) / f"{name}-{together.rank}.pt")
-    if together.count > 1:
+        torch.save(run_case(config, exact, together), Path(sys.argv[2]) / f"{name}-{os.environ.get('RANK', '0')}.pt")
+    if together.world > 1:
         launch.leave(0, "")

@@ -1,37 +1,22 @@
 """One run on one, two and three processes: the same noise, rollouts and advantages, and nearly the same weights."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed_cases import cases
+from distributed_start import start
 from torch import Tensor
 
 SCRIPT = Path(__file__).parent / "distributed_cases.py"
-
-
-def run_script(count: int, *arguments: str) -> None:
-    """The script in `count` processes, as a launcher would start it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count)]
-    command = [sys.executable, str(SCRIPT), *arguments]
-    started = [subprocess.Popen(command, env=common | (place if count > 1 else {})) for place in places]
-    assert [process.wait(timeout=900) for process in started] == [0] * count
 
 
 def outcomes(folder: Path, which: str, count: int) -> dict[str, list[dict[str, Any]]]:
     """Case -> what each process found."""
     out = folder / str(count)
     out.mkdir()
-    run_script(count, which, str(out))
+    start(SCRIPT, count, which, str(out))
     return {name: [torch.load(out / f"{name}-{rank}.pt") for rank in range(count)] for name in cases(which)}
 
 
@@ -78,3 +63,16 @@ def test_any_number_of_processes_equals_one(tmp_path):
         shared = outcomes(tmp_path, "all", count)
         for name, (_, exact) in cases("all").items():
             assert_same_run(alone[name][0], shared[name], exact)
+
+
+@pytest.mark.distributed
+def test_processes_that_share_tokens_and_samples_equal_one(tmp_path):
+    """Four processes: two and two share the tokens of different samples. Rollouts are not bitwise the same."""
+    alone, shared = (outcomes(tmp_path, "sequence", count) for count in (1, 4))
+    for name in alone:
+        for part in shared[name]:
+            moved = distance(alone[name][0]["weights"], alone[name][0]["start"])
+            assert distance(part["weights"], alone[name][0]["weights"]) / moved < 1e-6
+            for mine, other in zip(part["metrics"], alone[name][0]["metrics"], strict=True):
+                assert mine["reward"] == pytest.approx(other["reward"], rel=1e-6)
+                assert mine["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-6)

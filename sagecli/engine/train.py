@@ -90,11 +90,11 @@ def train_round(learner: Learner, backbone: Backbone, score: Score, prompts: lis
         waiting = []
         for place, samples in share.items():
             rolled = roll_out(backbone, groups[place].part(samples), sampling, tick)
-            if learner.sharded:
+            if learner.in_step:
                 waiting.append((place, rolled))  # a reward that stops the run must not do so between model calls
             else:
                 keep(place, rolled)
-        if learner.sharded:  # all processes call the model equally often
+        if learner.in_step:  # all processes call the model equally often
             calls = [sum(-(-len(part) // sampling.micro_batch) for part in held.values()) for held in everyones]
             for _ in range(max(calls) - calls[processes.rank]):
                 spare = rollout(backbone, groups[0].part([0]), sampling, tick)
@@ -114,7 +114,7 @@ def train_round(learner: Learner, backbone: Backbone, score: Score, prompts: lis
     advantage, used = group_advantage(reward, size, config.objective.advantage_clip)
     advantages, useds = advantage.split(size), used.split(size)
     shared = round_metrics(scored, reward, used) | phase_seconds([list(parts.values()) for parts in told])
-    if processes.count > 1 and not learner.sharded:
+    if processes.world > 1 and not learner.in_step:
         tick = _patient(tick)
     updates: list[dict[str, Any]] = []
     for chosen in update_slices(config, learner.round):
@@ -192,6 +192,6 @@ def evaluate(
         for place, prompt in prompts.items()
     }
     rolled = ((place, roll_out(backbone, group, sampling, tick)) for place, group in groups.items())
-    for place, one in list(rolled) if learner.sharded else rolled:
+    for place, one in list(rolled) if learner.in_step else rolled:
         sampled = score_rolled(one, score)
         yield place, sampled, gathered(groups[place], [tell(sampled)], config.reward)

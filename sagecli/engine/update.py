@@ -38,7 +38,9 @@ class Learner:
     def __init__(self, config: "Config", backbone: Backbone, processes: Processes = ALONE) -> None:
         self.config = config
         self.processes = processes
-        self.sharded = config.parallel.shard and processes.count > 1
+        self.sharded = config.parallel.shard and processes.world > 1
+        self.in_step = self.sharded or processes.sequence > 1
+        """Whether a call of the model is one of several processes, so that all must call it equally often."""
         self.parameters = trainable(backbone.module)
         self.optimizers = optimizer.build_optimizers(config.optimizer, list(self.parameters.values()))
         self.trust_region = TrustRegion(config.trust_region, list(self.parameters.values()), config.optimizer.ema)
@@ -52,12 +54,12 @@ class Learner:
         """Whether the policy is that of `round` finished rounds, and no update of the next is in it."""
 
     def agreed(self, tick: Tick) -> Tick:
-        """Where parameters are split, no process can leave what all call together: they agree before every call."""
+        """Where processes are in step, none can leave what all call together: they agree before every call."""
 
         def call() -> None:
             self.processes.together(tick)
 
-        return call if self.sharded else tick
+        return call if self.in_step else tick
 
     def evaluated_policy(self) -> AbstractContextManager[None]:
         """Within the block the model acts as evaluations want it: by the moving average, where there is one."""
@@ -152,14 +154,14 @@ def update_policy(
 
     Without a used sample or an SDE step it is skipped. So is one whose gradient is not finite; RunStopped after more
     than optimizer.max_skipped of them in a row. spare: what a process that has fewer batches than others calls the
-    model with, where parameters are split.
+    model with, where they are in step.
     """
     processes = learner.processes
     steps = sampling.table.trained_steps
     lambda_kl = learner.trust_region.lambda_kl
     told = processes.gather((int(sum(batch.weight.sum() for batch in batches)), len(batches)))
     pairs = sum(used for used, _ in told) * len(steps)
-    if learner.sharded and spare is not None:
+    if learner.in_step and spare is not None:
         most = max(count for _, count in told)
         batches = batches + [idle_batch(spare, sampling.micro_batch)] * (most - len(batches))
     skipped = not pairs  # a window may hold nothing but ODE steps
@@ -270,7 +272,7 @@ class Gradients:
 
     def gather(self, processes: Processes) -> None:
         """Sum them over the processes, of which some had nothing to add."""
-        if processes.count > 1:
+        if processes.world > 1:
             for parameter in self.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
