@@ -2,7 +2,7 @@
 #   make quickstart   trains the embedded model
 #   make test         formatting, lint, types on the built wheel, tests
 #   make lint         the same without the tests
-#   make test-slow    the tests that take minutes each
+#   make test-slow    the tests that take minutes each, and those of several processes
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -16,7 +16,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m 'slow or distributed'
 
 # mypy reads the wheel's own files, away from the checkout: there the packages have their real names.
 lint: $(READY)
