@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from sagecli.config_base import Count, Decay, Guidance, NonNegative, Positive, Section
+from sagecli.config_parallel import ParallelConfig
 from sagecli.config_reward import RewardConfig
 
 
@@ -255,17 +256,6 @@ class EvalConfig(Section):
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds = {list(self.seeds)} names one twice, which would make the same videos again")
         return self
-
-
-class ParallelConfig(Section):
-    """What several processes share beside a round's samples."""
-
-    data: Annotated[int, Field(ge=0)] = 0
-    """Processes that hold different samples; 0: as many as there are (over `sequence`)."""
-    sequence: Count = 1
-    """Neighbouring processes that share one video's tokens (Ulysses)."""
-    shard: bool = False
-    """Split parameters, gradients, optimizer states and remembered policies over the processes (FSDP2)."""
 
 
 class Config(Section):

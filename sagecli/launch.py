@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from sagecli.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
-    from sagecli.config import ParallelConfig
+    from sagecli.config_parallel import ParallelConfig
     from sagecli.engine.processes import Processes
 
 FOLDER, COUNT, LAUNCHER = "SAGE_LAUNCH_FOLDER", "SAGE_PROCESSES", "SAGE_LAUNCHER"

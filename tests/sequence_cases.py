@@ -14,7 +14,8 @@ from sagecli import launch
 from sagecli.backends import VideoSize
 from sagecli.backends.hunyuanvideo15 import HunyuanVideo15
 from sagecli.backends.sequence_parallel import split_sequence
-from sagecli.config import ModelConfig, ParallelConfig
+from sagecli.config import ModelConfig
+from sagecli.config_parallel import ParallelConfig
 from sagecli.engine.processes import Processes
 from sagecli.engine.update import trainable
 from sagecli.errors import UserError

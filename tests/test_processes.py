@@ -59,9 +59,9 @@ def test_two_processes_equal_one(tmp_path):
 @pytest.mark.distributed
 def test_any_number_of_processes_equals_one(tmp_path):
     alone = outcomes(tmp_path, "all", 1)
-    for count in (2, 3):
-        shared = outcomes(tmp_path, "all", count)
-        for name, (_, exact) in cases("all").items():
+    for count, which in ((2, "all"), (3, "exact")):
+        shared = outcomes(tmp_path, which, count)
+        for name, (_, exact) in cases(which).items():
             assert_same_run(alone[name][0], shared[name], exact)
 
 

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from sagecli.backends.hunyuanvideo15 import HunyuanVideo15
 from sagecli.config import Config
+from sagecli.engine.batches import make_batches
 from sagecli.engine.noise import gaussian, sample_seed, shuffled
 from sagecli.engine.rollout import Group, rollout, round_groups, round_sampling
 from sagecli.engine.samples import Scored, gathered, roll_out, score_rolled, tell
-from sagecli.engine.train import train_round, update_slices
-from sagecli.engine.update import Learner, make_batches, update_policy
+from sagecli.engine.sharing import update_slices
+from sagecli.engine.train import train_round
+from sagecli.engine.update import Learner, update_policy
 from sagecli.errors import RunStopped
 
 PROMPTS = ["a red ball", "two cats asleep", "rain on a window"]

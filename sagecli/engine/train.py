@@ -7,28 +7,19 @@ weighted by the equalizer; and a KL holds the policy near a moving anchor and ne
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from sagecli.backends import Backbone
 from sagecli.engine import sampler
 from sagecli.engine.advantage import group_advantage
-from sagecli.engine.noise import sample_seed, shuffled
-from sagecli.engine.rollout import (
-    Group,
-    Sampling,
-    Tick,
-    Trajectories,
-    rollout,
-    round_groups,
-    round_sampling,
-    video_size,
-)
+from sagecli.engine.batches import Batch, make_batches
+from sagecli.engine.noise import sample_seed
+from sagecli.engine.rollout import Group, Sampling, Tick, round_groups, round_sampling, video_size
 from sagecli.engine.samples import (
-    Rolled,
     Sampled,
     Score,
     ScoredGroup,
@@ -41,14 +32,12 @@ from sagecli.engine.samples import (
     score_rolled,
     tell,
 )
-from sagecli.engine.update import Learner, make_batches, update_policy
+from sagecli.engine.sharing import Made, Share, merged, sample_share, shares, update_slices
+from sagecli.engine.update import Learner, update_policy
 from sagecli.interrupt import Interrupted
 
 if TYPE_CHECKING:
-    from sagecli.config import Config
-
-Share = dict[int, list[int]]
-"""What a process holds of a round: group's place -> which of its samples, in order."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -70,76 +59,58 @@ def train_round(learner: Learner, backbone: Backbone, score: Score, prompts: lis
     After the round's first update `tick` is not called any more: such a round is finished. Of several processes each
     samples and learns from its share; they agree on abandoning a round when its scores are gathered, not later.
     """
-    config, processes = learner.config, learner.processes
-    sampling = round_sampling(config, learner.round)
-    groups = round_groups(config, prompts, learner.round)
-    everyones = shares(config, learner.round, processes.count)
-    share = everyones[processes.rank]
-    own: dict[int, Sampled] = {}
-    told_here: dict[int, Told] = {}
-    spare: Trajectories | None = None
+    config, processes, number = learner.config, learner.processes, learner.round
+    sampling = round_sampling(config, number)
+    groups = round_groups(config, prompts, number)
+    held = shares(config, number, processes.count)
     tick = learner.agreed(tick)
-
-    def keep(place: int, rolled: Rolled) -> None:
-        sampled = score_rolled(rolled, score)
-        told_here[place] = tell(sampled)
-        own[place] = replace(sampled, videos=sampled.videos[:1].clone())
+    made: list[Made] = []
 
     def sample() -> dict[int, Told]:
-        nonlocal spare
-        waiting = []
-        for place, samples in share.items():
-            rolled = roll_out(backbone, groups[place].part(samples), sampling, tick)
-            if learner.in_step:
-                waiting.append((place, rolled))  # a reward that stops the run must not do so between model calls
-            else:
-                keep(place, rolled)
-        if learner.in_step:  # all processes call the model equally often
-            calls = [sum(-(-len(part) // sampling.micro_batch) for part in held.values()) for held in everyones]
-            for _ in range(max(calls) - calls[processes.rank]):
-                spare = rollout(backbone, groups[0].part([0]), sampling, tick)
-        for place, rolled in waiting:
-            keep(place, rolled)
-        return told_here
+        made.append(sample_share(learner, backbone, groups, held, score, tick))
+        return {place: tell(sampled) for place, sampled in made[0].own.items()}
 
     told = processes.together(sample)
-    scored = []
-    for place, group in enumerate(groups):
-        held = [(everyones[rank][place][0], parts[place]) for rank, parts in enumerate(told) if place in parts]
-        scored.append(gathered(group, [part for _, part in sorted(held, key=lambda entry: entry[0])], config.reward))
-    spare = next(iter(own.values())).trajectories if own else spare
+    scored = merged(groups, told, held, config.reward)
     check_failures(scored, config.reward.max_failed)
-    size = config.train.group_size
     reward = torch.cat([group.reward for group in scored])
-    advantage, used = group_advantage(reward, size, config.objective.advantage_clip)
-    advantages, useds = advantage.split(size), used.split(size)
+    advantage, used = group_advantage(reward, config.train.group_size, config.objective.advantage_clip)
     shared = round_metrics(scored, reward, used) | phase_seconds([list(parts.values()) for parts in told])
     if processes.world > 1 and not learner.in_step:
         tick = _patient(tick)
-    updates: list[dict[str, Any]] = []
-    for chosen in update_slices(config, learner.round):
-        started = time.perf_counter()
-        batches = [
-            batch
-            for place in chosen
-            if place in own
-            for batch in make_batches(
-                own[place].trajectories,
-                advantages[place][share[place]],
-                useds[place][share[place]],
-                sampling.micro_batch,
-            )
-        ]
-        metrics = update_policy(learner, backbone, batches, sampling, tick, spare)
-        tick = tick if metrics["skipped"] else _no_tick
-        head = {"round": learner.round, "update": learner.update}
-        updates.append(head | shared | metrics | {"update_seconds": time.perf_counter() - started})
+    updates = []
+    for metrics in learn(learner, backbone, made[0], (advantage, used), sampling, tick):
+        updates.append({"round": number, "update": learner.update} | shared | metrics)
     kls = [metrics["kl"] for metrics in updates if "kl" in metrics]
     if kls:
         learner.trust_region.after_round(sum(kls) / len(kls))
     learner.round += 1
     learner.between_rounds = True
-    return Round(learner.round - 1, scored, own, share, updates)
+    return Round(number, scored, made[0].own, made[0].share, updates)
+
+
+def learn(
+    learner: Learner,
+    backbone: Backbone,
+    made: Made,
+    advantages: tuple[Tensor, Tensor],
+    sampling: Sampling,
+    tick: Tick,
+) -> Iterator[dict[str, Any]]:
+    """A round's updates; yields the metrics of each. advantages: those of all samples, and which of them count."""
+    size = learner.config.train.group_size
+    advantage, used = (values.split(size) for values in advantages)
+    for chosen in update_slices(learner.config, learner.round):
+        started = time.perf_counter()
+        batches: list[Batch] = []
+        for place in chosen:
+            if place in made.own:
+                own = made.share[place]
+                trajectories = made.own[place].trajectories
+                batches += make_batches(trajectories, advantage[place][own], used[place][own], sampling.micro_batch)
+        metrics = update_policy(learner, backbone, batches, sampling, tick, made.spare)
+        tick = tick if metrics["skipped"] else _no_tick
+        yield metrics | {"update_seconds": time.perf_counter() - started}
 
 
 def _no_tick() -> None:
@@ -154,28 +125,6 @@ def _patient(tick: Tick) -> Tick:
             tick()
 
     return call
-
-
-def update_slices(config: "Config", round: int) -> Iterator[list[int]]:
-    """The groups of every update: all of them, or disjoint shuffled slices, `epochs` times over."""
-    count, slices = config.train.groups_per_round, config.objective.updates_per_round
-    for epoch in range(config.objective.epochs):
-        order = list(range(count)) if slices == 1 else shuffled(count, config.train.seed, round, epoch)
-        for number in range(slices):
-            yield order[number * count // slices : (number + 1) * count // slices]
-
-
-def shares(config: "Config", round: int, processes: int) -> list[Share]:
-    """What each process holds of a round: of every update's samples (in the first epoch) an equal run."""
-    found: list[Share] = [{} for _ in range(processes)]
-    shared = 0
-    for chosen in islice(update_slices(config, round), config.objective.updates_per_round):
-        samples = [(place, sample) for place in sorted(chosen) for sample in range(config.train.group_size)]
-        for number, (place, sample) in enumerate(samples):  # small slices begin where the one before ended
-            rank = (number * processes // len(samples) + shared) % processes
-            found[rank].setdefault(place, []).append(sample)
-        shared += len(samples)
-    return [dict(sorted(share.items())) for share in found]
 
 
 def evaluate(

@@ -3,7 +3,6 @@
 loss = mean over (used sample, trained step) of S_t * policy loss + lambda * (beta_pos KL_pos + beta_vel KL_vel).
 """
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 
 from sagecli.backends import Backbone
 from sagecli.engine import optimizer, sampler
+from sagecli.engine.batches import Batch, idle_batch
 from sagecli.engine.objective import policy_loss
 from sagecli.engine.processes import ALONE, Processes
-from sagecli.engine.rollout import Sampling, Tick, Trajectories, micro_batches
+from sagecli.engine.rollout import Sampling, Tick, Trajectories
 from sagecli.engine.sharding import whole
 from sagecli.engine.trust_region import TrustRegion
 from sagecli.errors import RunStopped
@@ -53,6 +53,15 @@ class Learner:
         self.between_rounds = True
         """Whether the policy is that of `round` finished rounds, and no update of the next is in it."""
 
+    def count_not_finite(self, norm: float) -> None:
+        """Count an update that is skipped; RunStopped after more of them in a row than optimizer.max_skipped."""
+        self.not_finite += 1
+        if self.not_finite > self.config.optimizer.max_skipped:
+            raise RunStopped(
+                f"the gradients of {self.not_finite} updates in a row are not finite (the last is {norm}), more than "
+                f"optimizer.max_skipped = {self.config.optimizer.max_skipped}; none of them was applied"
+            )
+
     def agreed(self, tick: Tick) -> Tick:
         """Where processes are in step, none can leave what all call together: they agree before every call."""
 
@@ -64,37 +73,6 @@ class Learner:
     def evaluated_policy(self) -> AbstractContextManager[None]:
         """Within the block the model acts as evaluations want it: by the moving average, where there is one."""
         return self.trust_region.acting("ema") if "ema" in self.trust_region.policies else nullcontext()
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch of one group, in the shape that sampled it."""
-
-    trajectories: Trajectories
-    indices: Tensor
-    """[m]: which samples of the group; a used one stands in for padding and for samples that are not used."""
-    advantage: Tensor
-    """[m] float32."""
-    weight: Tensor
-    """[m]: 1 where the sample counts, 0 where it stands in."""
-
-
-def make_batches(trajectories: Trajectories, advantage: Tensor, used: Tensor, micro_batch: int) -> Iterator[Batch]:
-    """The micro-batches of a group that hold a used sample; advantage [G] float32, used [G] bool."""
-    device = trajectories.latents.device
-    for indices, count in micro_batches(len(used), micro_batch):
-        weight = used[indices] & (torch.arange(len(indices)) < count)
-        if not weight.any():
-            continue
-        stand_in = indices[weight][0]
-        indices = indices.where(weight, stand_in)
-        yield Batch(trajectories, indices.to(device), advantage[indices].to(device), weight.float().to(device))
-
-
-def idle_batch(trajectories: Trajectories, micro_batch: int) -> Batch:
-    """A batch that counts for nothing."""
-    zeros = torch.zeros(micro_batch, device=trajectories.latents.device)
-    return Batch(trajectories, zeros.long(), zeros, zeros)
 
 
 @dataclass
@@ -156,25 +134,48 @@ def update_policy(
     than optimizer.max_skipped of them in a row. spare: what a process that has fewer batches than others calls the
     model with, where they are in step.
     """
-    processes = learner.processes
     steps = sampling.table.trained_steps
-    lambda_kl = learner.trust_region.lambda_kl
-    told = processes.gather((int(sum(batch.weight.sum() for batch in batches)), len(batches)))
+    metrics: dict[str, Any] = {"skipped": True, "lambda_kl": 0.0}
+    if learner.trust_region.betas:
+        metrics["lambda_kl"] = learner.trust_region.lambda_kl
+    told = learner.processes.gather((int(sum(batch.weight.sum() for batch in batches)), len(batches)))
     pairs = sum(used for used, _ in told) * len(steps)
+    if not pairs:  # a window may hold nothing but ODE steps
+        return metrics
     if learner.in_step and spare is not None:
         most = max(count for _, count in told)
         batches = batches + [idle_batch(spare, sampling.micro_batch)] * (most - len(batches))
-    skipped = not pairs  # a window may hold nothing but ODE steps
-    metrics: dict[str, Any] = {"skipped": skipped, "lambda_kl": lambda_kl if learner.trust_region.betas else 0.0}
-    if skipped:
-        return metrics
-    references = remembered_velocities(learner, backbone, batches, sampling, tick)
     every = learner.config.train.diagnose_every
     diagnosed = every > 0 and (learner.update + 1) % every == 0
-    gradients = Gradients(list(learner.parameters.values()), diagnosed)
     totals = Totals(pairs, dict.fromkeys(steps, 0.0) if diagnosed else {})
+    norms = accumulate(learner, backbone, batches, sampling, totals, tick)
+    if diagnosed:
+        metrics["step_gradients"] = totals.step_gradients(sampling.table)
+    norm = whole(nn.utils.clip_grad_norm_(list(learner.parameters.values()), learner.config.optimizer.grad_clip))
+    if not norm.isfinite():
+        learner.count_not_finite(float(norm))
+        return {"skipped": True, "not_finite": True, "lambda_kl": metrics["lambda_kl"]}
+    learner.not_finite = 0
+    learner.trust_region.before_update()
+    optimizer.step(learner.optimizers, learner.config.optimizer, learner.update)
+    learner.update += 1
+    learner.between_rounds = False
+    learner.trust_region.after_update(learner.update)
+    measured = totals.means() | norms | {"ratio_error": float(totals.ratio_error), "gradient_norm": float(norm)}
+    return metrics | measured | {"skipped": False}
+
+
+def accumulate(
+    learner: Learner, backbone: Backbone, batches: list[Batch], sampling: Sampling, totals: "Totals", tick: Tick
+) -> dict[str, float]:
+    """Leave in the parameters the gradient of the loss over all processes' batches, and fill the totals.
+
+    Returns the norms of the policy loss's and the KL's gradients, where the totals ask for them.
+    """
+    references = remembered_velocities(learner, backbone, batches, sampling, tick)
+    gradients = Gradients(list(learner.parameters.values()), bool(totals.step_squares))
     for index, batch in enumerate(batches):
-        for place, step in enumerate(steps):
+        for place, step in enumerate(sampling.table.trained_steps):
             tick()
             velocity = step_velocity(backbone, batch, step, sampling)
             policy = policy_term(learner.config, batch, step, sampling, velocity, totals)
@@ -184,29 +185,11 @@ def update_policy(
                 totals.add(f"kl_{name}", values)
                 totals.add("kl", beta * values)
                 kl = kl + beta * values.sum()
-            gradients.add(policy / pairs, lambda_kl * kl / pairs)
+            gradients.add(policy / totals.pairs, learner.trust_region.lambda_kl * kl / totals.pairs)
     if not learner.sharded:  # there they were summed on the way
-        gradients.gather(processes)
-    totals.gather(processes)
-    metrics |= totals.means() | gradients.norms() | {"ratio_error": float(totals.ratio_error)}
-    if diagnosed:
-        metrics["step_gradients"] = totals.step_gradients(sampling.table)
-    norm = whole(nn.utils.clip_grad_norm_(list(learner.parameters.values()), learner.config.optimizer.grad_clip))
-    if not norm.isfinite():
-        learner.not_finite += 1
-        if learner.not_finite > learner.config.optimizer.max_skipped:
-            raise RunStopped(
-                f"the gradients of {learner.not_finite} updates in a row are not finite (the last is {float(norm)}), "
-                f"more than optimizer.max_skipped = {learner.config.optimizer.max_skipped}; none of them was applied"
-            )
-        return {"skipped": True, "not_finite": True, "lambda_kl": metrics["lambda_kl"]}
-    learner.not_finite = 0
-    learner.trust_region.before_update()
-    optimizer.step(learner.optimizers, learner.config.optimizer, learner.update)
-    learner.update += 1
-    learner.between_rounds = False
-    learner.trust_region.after_update(learner.update)
-    return metrics | {"gradient_norm": float(norm)}
+        gradients.gather(learner.processes)
+    totals.gather(learner.processes)
+    return gradients.norms()
 
 
 def step_velocity(backbone: Backbone, batch: Batch, step: int, sampling: Sampling) -> Tensor:
