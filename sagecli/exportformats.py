@@ -90,7 +90,8 @@ def write(backbone: Backbone, name: str, kind: str, dtype: torch.dtype, folder: 
         if hasattr(module, "peft_config"):
             module.fuse_lora()
             module.unload_lora()
-        module.to(dtype).save_pretrained(folder, max_shard_size="5GB")
+        _round(module, dtype)
+        module.save_pretrained(folder, max_shard_size="5GB")
         return
     if kind in ("tencent", "comfyui"):
         _write_named(module, name, kind, dtype, folder)
@@ -112,9 +113,15 @@ def write(backbone: Backbone, name: str, kind: str, dtype: torch.dtype, folder: 
     config.save_pretrained(folder)
 
 
+def _round(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give a module's weights a dtype; not its buffers: tables (of rotary positions) that loaders compute anew."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 def stored_velocities(backbone: Backbone) -> Tensor:
     """Velocities of the weights as `write` left them in the module: rounded to the dtype they are stored in."""
-    backbone.module.float()
+    _round(backbone.module, torch.float32)
     return velocities(backbone)
 
 

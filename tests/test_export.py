@@ -248,10 +248,12 @@ def test_a_hub_id_is_the_cards_base_model(tmp_path, runs):
     assert "WanPipeline.from_pretrained('owner/name', dtype=torch.bfloat16).to(\"cuda\")" in card.content
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_bf16_is_stored_and_checked_within_its_rounding(runs, sage, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("run", "kind"), [*(("lora", kind) for kind in FORMATS), ("full", "merged"), ("wan", "merged")]
+)
+def test_bf16_is_stored_and_checked_within_its_rounding(runs, sage, tmp_path, run, kind):
     out = tmp_path / "out"
-    result = sage("export", str(runs["lora"]), "--format", kind, "--dtype", "bf16", "--out", str(out))
+    result = sage("export", str(runs[run]), "--format", kind, "--dtype", "bf16", "--out", str(out))
     assert result.code == 0, result.err
     (file,) = out.glob("*.safetensors")
     assert {value.dtype for name, value in load_file(file).items() if not name.endswith("alpha")} == {torch.bfloat16}
