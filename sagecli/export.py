@@ -58,10 +58,7 @@ def export(request: ExportRequest, tell: Callable[[str], None]) -> Path:
         facts: dict[str, Any] = {"format": kind, "dtype": dtype_name, "ema": request.ema, **checkpoint.progress(source)}
         facts |= _write_and_check(config, source, request, kind, DTYPES[dtype_name], partial)
         if request.verify:
-            tell(f"checked: loaded again it is the same but for {facts['difference']:.1e}")
-        if facts["lost"] is not None and dtype_name != "fp32":
-            advice = "; --dtype fp32 keeps it" if facts["lost"] > 0.1 else ""
-            tell(f"storing it in {dtype_name} changed {facts['lost']:.1%} of what training changed{advice}")
+            tell(_finding(facts))
         _write_rest(config, source, facts, partial)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -116,10 +113,10 @@ def _write_and_check(
     """Returns the transformer's class and what the check found, None without a check."""
     name = config.model.backbone
     trained = _trained(config, source, request.ema)
-    facts: dict[str, Any] = {"transformer": type(trained.module).__name__, "difference": None, "lost": None}
+    facts: dict[str, Any] = {"transformer": type(trained.module).__name__}
     if not request.verify:
         exportformats.write(trained, name, kind, dtype, folder)
-        return facts
+        return facts | dict.fromkeys(("difference", "changed", "lost"))
     if kind in ("tencent", "comfyui"):
         exportformats.write(trained, name, kind, dtype, folder)
         return facts | vars(exportformats.check_named(trained.module, name, kind, dtype, folder))
@@ -128,6 +125,22 @@ def _write_and_check(
     stored = exportformats.stored_velocities(trained)
     del trained  # two large models need not be in memory at once
     return facts | vars(exportformats.check(_backbone(config, "frozen"), exact, stored, kind, folder))
+
+
+def _finding(facts: dict[str, Any]) -> str:
+    """What the check found, in a sentence."""
+    difference, changed, lost = facts["difference"], facts["changed"], facts["lost"]
+    if changed is None:
+        text = f"checked: read again, what it adds to any layer differs by {difference:.1e} from what was to be stored"
+    else:
+        text = f"checked: loaded again, its velocities differ by {difference:.1e} from what was to be stored"
+        text += f"; training changed them by {changed:.1e}"
+        if changed <= exportformats.NOISE:
+            return f"{text}, too little to tell it from the base model"
+    if facts["dtype"] != "fp32" and lost is not None:
+        text += f"; storing it in {facts['dtype']} changed {lost:.1%} of that"
+        text += ", which --dtype fp32 keeps" if lost > 0.1 else ""
+    return text
 
 
 def _backbone(config: "Config", train: str) -> Backbone:
