@@ -115,12 +115,19 @@ def latest(run: Path) -> Path | None:
 def find(path: Path, round: int | None = None) -> Path:
     """The checkpoint that a path names: a checkpoint itself, or the latest of a run, or that of a round."""
     name = LATEST if round is None else round_name(round)
-    for folder in ([path] if round is None else []) + [path / name, path / "checkpoints" / name]:
+    if (path / "manifest.json").is_file():
+        if round is not None and path.resolve().name != name:
+            raise UserError(f"{path} is one checkpoint and not that of round {round}; name its run instead")
+        return path.resolve()
+    for folder in (path / name, path / "checkpoints" / name):
         if (folder / "manifest.json").is_file():
             return folder.resolve()
-    rounds = sorted(int(one.name[6:]) for place in (path, path / "checkpoints") for one in place.glob("round-*[0-9]"))
-    if round is not None and rounds:
+    there = sorted(one for place in (path, path / "checkpoints") for one in place.glob("round-*[0-9]"))
+    if round is not None and there:
+        rounds = [int(one.name[6:]) for one in there]
         raise UserError(f"{path} holds no checkpoint of round {round}; there are those of {rounds}")
+    if there:  # as when a tool that copies no links copied the run
+        raise UserError(f"{path} does not say which of its checkpoints is the latest; name one, such as {there[-1]}")
     raise UserError(f"{path} holds no checkpoint; it takes a run folder, or a folder of its checkpoints/")
 
 
@@ -148,6 +155,8 @@ def _problem(folder: Path) -> str | None:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        manifest = None
+    if not isinstance(manifest, dict) or "state.json" not in manifest:
         return "incomplete: manifest.json is missing or cut short"
     for name, stated in manifest.items():
         path = folder / name

@@ -31,7 +31,7 @@ def write_card(folder: Path, config: "Config", facts: dict[str, Any], prompt: st
         {"license": "apache-2.0"} if path == "tiny" else LICENSES.get(pipeline, {"license": "unknown"})
     )
     data = ModelCardData(
-        base_model=path if is_hub_id(path) and not Path(path).is_dir() else None,
+        base_model=path if is_hub_id(place(path)) else None,
         library_name="peft" if facts["format"] == "peft" else "diffusers",
         pipeline_tag="text-to-video",
         tags=[
@@ -72,8 +72,8 @@ def _how_to_load(config: "Config", kind: str, prompt: str, pipeline: str, transf
     return f"Run in this folder:\n\n```python\n{_snippet(config, kind, prompt, pipeline, transformer)}\n```"
 
 
-def _place(path: str) -> str:
-    """A folder's absolute path, because the snippet is run elsewhere; a hub id as it is."""
+def place(path: str) -> str:
+    """A base folder's absolute path, because an export is used elsewhere; a hub id, and "tiny", as it is."""
     folder = Path(path).expanduser()
     return str(folder.resolve()) if folder.is_dir() else path
 
@@ -82,11 +82,7 @@ def _snippet(config: "Config", kind: str, prompt: str, pipeline: str, transforme
     """At most ten lines that load the weights and make a video."""
     video, path = config.video, config.model.path
     half = config.model.dtype == "bfloat16"
-    base = (
-        TINY
-        if path == "tiny"
-        else repr(str(Path(path).expanduser().resolve()) if Path(path).expanduser().is_dir() else path)
-    )
+    base = TINY if path == "tiny" else repr(place(path))
     more = ", dtype=torch.bfloat16" if half else ""
     device = '.to("cuda")' if half else ""
     load = f"pipe = {pipeline}.from_pretrained({base}{more}){device}"

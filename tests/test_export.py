@@ -1,10 +1,14 @@
 """`sage export` from real runs, loaded again by the libraries that will load it."""
 
+import gc
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,10 @@ import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_wan import save_wan
 from torch import Tensor
+from transformers import UMT5EncoderModel
 
 from sagecli import checkpoint, exportformats, registry
 from sagecli.backends import Backbone, VideoSize
@@ -193,16 +198,20 @@ def test_comfyui_knows_wan_by_its_original_names(runs, exported):
     assert len(stored) == 3 * len(expected)
 
 
+def snippet_of(folder: Path) -> str:
+    snippet = re.search(r"```python\n(.+?)\n```", (folder / "README.md").read_text(), re.DOTALL)
+    assert snippet is not None
+    return snippet[1]
+
+
 @pytest.mark.parametrize(
     ("run", "kind"),
     [("lora", "diffusers"), ("lora", "peft"), ("lora", "merged"), ("full", "merged"), ("wan", "diffusers")],
 )
 def test_the_cards_snippet_runs_as_it_stands(exported, run, kind):
     folder = exported(run, kind)
-    snippet = re.search(r"```python\n(.+?)\n```", (folder / "README.md").read_text(), re.DOTALL)
-    assert snippet is not None
-    assert len(snippet[1].splitlines()) <= 10
-    subprocess.run([sys.executable, "-c", snippet[1]], cwd=folder, check=True, capture_output=True)
+    assert len(snippet_of(folder).splitlines()) <= 10
+    subprocess.run([sys.executable, "-c", snippet_of(folder)], cwd=folder, check=True, capture_output=True)
     from sagecli.videofiles import probe
 
     info = probe(folder / "video.mp4")
@@ -248,67 +257,121 @@ def test_a_hub_id_is_the_cards_base_model(tmp_path, runs):
     assert "WanPipeline.from_pretrained('owner/name', dtype=torch.bfloat16).to(\"cuda\")" in card.content
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_bf16_is_stored_and_checked_within_its_rounding(runs, sage, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("run", "kind"), [*(("lora", kind) for kind in FORMATS), ("full", "merged"), ("wan", "merged")]
+)
+def test_bf16_is_stored_and_checked_within_its_rounding(runs, sage, tmp_path, run, kind):
     out = tmp_path / "out"
-    result = sage("export", str(runs["lora"]), "--format", kind, "--dtype", "bf16", "--out", str(out))
+    result = sage("export", str(runs[run]), "--format", kind, "--dtype", "bf16", "--out", str(out))
     assert result.code == 0, result.err
     (file,) = out.glob("*.safetensors")
     assert {value.dtype for name, value in load_file(file).items() if not name.endswith("alpha")} == {torch.bfloat16}
     facts = json.loads((out / "export.json").read_text())
-    if kind in ("tencent", "comfyui"):
-        assert 1e-5 < facts["difference"] < 2**-6
-    else:  # against weights rounded likewise, which is exact; what rounding does is told apart
-        assert facts["difference"] <= 1e-5
-        assert 0 < facts["lost"] < 0.1
-        assert f"storing it in bf16 changed {facts['lost']:.1%} of what training changed" in result.out
+    assert facts["difference"] <= 1e-5  # against weights rounded likewise, which is exact
+    assert 0 < facts["lost"] < 0.1
+    assert f"storing it in bf16 changed {facts['lost']:.1%} of that" in result.out
+    if facts["changed"] is None:
+        assert kind in ("tencent", "comfyui")
+    else:
+        assert f"training changed them by {facts['changed']:.1e}" in result.out
+        assert 1e-2 < facts["changed"] < 2
 
 
-def test_in_half_precision_the_base_is_not_taken_for_the_trained_model(runs, sage, tmp_path, monkeypatch):
-    """However little training did: here a hundredth of what bf16 may round."""
-    run = Path(shutil.copytree(runs["lora"], tmp_path / "run", symlinks=True))
-    load_weights = checkpoint.load_weights
+def fainter(run: Path, folder: Path, factor: float, layer: str = "") -> str:
+    """A copy of a run whose adapter, or that of one layer, adds so much less."""
+    copy = Path(shutil.copytree(run, folder, symlinks=True))
+    file = checkpoint.find(copy) / "weights.safetensors"
+    stored = load_file(file)
+    save_file({name: value * factor if f"{layer}.lora_B" in name else value for name, value in stored.items()}, file)
+    restate(file.parent)
+    return str(copy)
 
-    def faint(parameters: dict[str, Tensor], *arguments: Any) -> None:
-        load_weights(parameters, *arguments)
-        for name, value in parameters.items():
-            if "lora_B" in name:
-                value.data *= 1e-4
 
+def restate(folder: Path) -> None:
+    """Let a checkpoint's manifest say what its files are now."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({name: checkpoint.statement(folder / name) for name in manifest}))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("factor", "least", "most"), [(1.0, 1e-2, 1.0), (1e-3, 1e-5, 1e-3), (1e-5, 1e-6, 1e-5)])
+def test_the_base_is_not_taken_for_the_trained_model(runs, sage, tmp_path, monkeypatch, factor, dtype, least, most):
+    """However little training did, down to less than two computations of one model may differ."""
+    run, out = fainter(runs["lora"], tmp_path / "run", factor), tmp_path / "out"
+    options = ("export", run, "--format", "diffusers", "--dtype", dtype, "--out", str(out))
+    assert sage(*options).code == 0
+    assert least < json.loads((out / "export.json").read_text())["changed"] < most
     write = exportformats.write
 
-    def forgotten(backbone: Backbone, *arguments: Any) -> None:
-        kept = {name: value.detach().clone() for name, value in trainable(backbone.module).items()}
-        for name, value in trainable(backbone.module).items():
-            value.data *= 0 if "lora_B" in name else 1
+    def write_base(backbone: Backbone, *arguments: Any) -> None:
+        adapters = {name: value for name, value in trainable(backbone.module).items() if "lora_B" in name}
+        kept = {name: value.detach().clone() for name, value in adapters.items()}
+        for value in adapters.values():
+            value.data *= 0
         write(backbone, *arguments)
-        for name, value in trainable(backbone.module).items():
+        for name, value in adapters.items():
             value.data = kept[name].to(value.dtype)
 
-    monkeypatch.setattr(checkpoint, "load_weights", faint)
-    options = ("export", str(run), "--format", "diffusers", "--dtype", "bf16", "--out", str(tmp_path / "out"))
-    assert sage(*options).code == 0
-    monkeypatch.setattr(exportformats, "write", forgotten)
+    monkeypatch.setattr(exportformats, "write", write_base)
     result = sage(*options, "--force")
     assert (result.code, "loaded again, gives velocities that differ by" in result.err) == (1, True), result.out
 
 
-def test_the_folder_one_is_in_is_not_replaced(runs, sage, tmp_path, monkeypatch):
+def test_a_training_that_bf16_cannot_hold_is_said(runs, sage, tmp_path):
+    run, out = fainter(runs["lora"], tmp_path / "run", 1e-3), tmp_path / "out"
+    result = sage("export", run, "--format", "merged", "--dtype", "bf16", "--out", str(out))
+    assert result.code == 0, result.err
+    lost = json.loads((out / "export.json").read_text())["lost"]
+    assert lost > 0.5
+    assert f"storing it in bf16 changed {lost:.1%} of that, which --dtype fp32 keeps" in result.out
+
+
+def test_a_training_that_changed_nothing_is_said(runs, sage, tmp_path):
+    run = fainter(runs["lora"], tmp_path / "run", 0.0)
+    result = sage("export", run, "--format", "merged", "--dtype", "bf16", "--out", str(tmp_path / "out"))
+    assert result.code == 0, result.err
+    assert "training changed them by 0.0e+00, too little to tell it from the base model" in result.out
+
+
+@pytest.mark.parametrize("kind", ["tencent", "comfyui"])
+def test_a_layer_that_adds_little_is_checked_like_the_others(runs, sage, tmp_path, monkeypatch, kind):
+    run = fainter(runs["lora"], tmp_path / "run", 1e-4, layer="blocks.1.attn.to_out.0")
+    name = {"tencent": "blocks.1.img_attn_proj.lora_B", "comfyui": "blocks.1.img_attn.proj.lora_B"}[kind]
+    options = ("export", run, "--format", kind, "--dtype", "bf16", "--out", str(tmp_path / "out"))
+    assert sage(*options).code == 0
+    spoil(monkeypatch, lambda key: name in key, lambda value: value * 0)
+    result = sage(*options, "--force")
+    assert (result.code, f"the {kind} export, read again, adds other weights to double_" in result.err) == (1, True)
+
+
+@pytest.mark.parametrize(("out", "inside"), [(".", "."), ("", "."), ("..", "a")])
+def test_the_folder_one_is_in_is_not_replaced(runs, sage, tmp_path, monkeypatch, out, inside):
+    (tmp_path / inside).mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / inside)
+    result = sage("export", str(runs["lora"]), "--out", out)
+    assert (result.code, f"--out {Path(out)}: you are in this folder; name one in it" in result.err) == (2, True)
+    assert not list((tmp_path / inside).iterdir())
+
+
+@pytest.mark.parametrize("kind", ["diffusers", "peft"])
+def test_a_base_named_by_a_relative_path_is_found_from_the_export(runs, sage, tmp_path, monkeypatch, kind):
+    """The card's snippet runs in the export; where the base is not found at all, one sentence says so."""
+    run = Path(shutil.copytree(runs["wan"], tmp_path / "run", symlinks=True))
+    base = Path(checkpoint.config_of(checkpoint.find(run)).model.path)
+    (tmp_path / "models").symlink_to(base.parent)
+    for file in (run / "config.toml", checkpoint.find(run) / "config.toml"):
+        file.write_text(file.read_text().replace(str(base), f"models/{base.name}"))
+    restate(checkpoint.find(run))
     monkeypatch.chdir(tmp_path)
-    result = sage("export", str(runs["lora"]), "--out", ".")
-    assert (result.code, "--out .: this is the folder you are in; name one in it" in result.err) == (2, True)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_card_names_a_local_base_by_its_whole_path(runs, tmp_path, monkeypatch):
-    from sagecli.exportcard import write_card
-
-    config = checkpoint.config_of(checkpoint.find(runs["wan"]))
-    monkeypatch.chdir(Path(config.model.path).parent)
-    near = config.model.model_copy(update={"path": Path(config.model.path).name})
-    facts = {"format": "diffusers", "dtype": "fp32", "ema": False, "round": 1, "update": 1, "transformer": "Wan"}
-    write_card(tmp_path, config.model_copy(update={"model": near}), facts, "a cat")
-    assert f"from_pretrained({config.model.path!r})" in (tmp_path / "README.md").read_text()
+    assert sage("export", str(run), "--format", kind, "--out", "out").code == 0
+    subprocess.run([sys.executable, "-c", snippet_of(tmp_path / "out")], cwd="out", check=True, capture_output=True)
+    assert (tmp_path / "out" / "video.mp4").is_file()
+    assert f"models/{base.name}" not in str([path.read_text() for path in (tmp_path / "out").glob("*.json")])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    result = sage("export", str(run), "--format", kind)
+    assert (result.code, f"model.path = 'models/{base.name}' is neither a folder" in result.err) == (2, True)
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_step_and_the_moving_average(runs, sage, tmp_path):
@@ -331,25 +394,26 @@ def test_a_step_and_the_moving_average(runs, sage, tmp_path):
     assert json.loads((tmp_path / "first" / "summary.json").read_text())["evaluations"][0]["round"] == 0
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_failed_check_leaves_nothing(runs, sage, tmp_path, monkeypatch, kind):
+def spoil(monkeypatch: pytest.MonkeyPatch, which: Callable[[str], bool], how: Callable[[Tensor], Tensor]) -> None:
+    """Let exports write other numbers into the first tensor whose name is told by `which`."""
     write = exportformats.write
 
-    def spoil(*arguments: Any) -> None:
+    def spoiled(*arguments: Any) -> None:
         write(*arguments)
         (file,) = arguments[-1].glob("*.safetensors")
-        from safetensors.torch import save_file
-
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata()
         tensors = {name: value.clone() for name, value in load_file(file).items()}
-        spoiled = next(
-            name for name in tensors if ("lora_B" in name if kind != "merged" else "attn.to_v.weight" in name)
-        )
-        tensors[spoiled] += 0.5
+        name = next(filter(which, tensors))
+        tensors[name] = how(tensors[name])
         save_file(tensors, file, metadata)
 
-    monkeypatch.setattr(exportformats, "write", spoil)
+    monkeypatch.setattr(exportformats, "write", spoiled)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_failed_check_leaves_nothing(runs, sage, tmp_path, monkeypatch, kind):
+    spoil(monkeypatch, lambda name: ("attn.to_v.weight" if kind == "merged" else "lora_B") in name, lambda v: v + 0.5)
     result = sage("export", str(runs["lora"]), "--format", kind, "--out", str(tmp_path / "out"))
     assert result.code == 1
     assert f"the {kind} export" in result.err
@@ -405,8 +469,11 @@ def test_force_replaces_an_export(runs, sage, tmp_path):
     out = tmp_path / "out"
     assert sage("export", str(runs["lora"]), "--out", str(out)).code == 0
     (out / "stale").touch()
+    for left in (".out.partial", ".out.old"):  # by one that was killed
+        shutil.copytree(out, tmp_path / left)
     assert sage("export", str(runs["lora"]), "--format", "peft", "--out", str(out), "--force").code == 0
     assert not (out / "stale").exists()
+    assert list(tmp_path.iterdir()) == [out]
     assert (out / "adapter_model.safetensors").exists()
 
 
@@ -414,6 +481,105 @@ def test_a_full_disk_leaves_nothing(runs, tmp_path):
     command = f"ulimit -f 400; exec {sys.executable} -m sagecli.cli export {runs['lora']} --out {tmp_path / 'out'}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 2, result.stderr
-    assert "could not be written" in result.stderr
+    assert f"{tmp_path / 'out'} was not written (" in result.stderr
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_leaves_none_of_its_parents(runs, sage, tmp_path):
+    (tmp_path / "file").touch()
+    long = "x" * 300
+    for out in ("/proc/no/folder", str(tmp_path / "file" / "out"), str(tmp_path / "a" / "b" / long)):
+        result = sage("export", str(runs["lora"]), "--out", out)
+        assert (out, result.code, f"{out} was not written (" in result.err) == (out, 2, True), result.err
+    result = sage("export", str(runs["wan"]), "--format", "tencent", "--out", str(tmp_path / "a" / "b" / "c"))
+    assert result.code == 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_a_link_is_followed_and_names_may_be_any(runs, sage, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "lead").symlink_to("mödel ☃ 1")
+    for out in ("link", "lead", "link"):
+        result = sage("export", str(runs["lora"]), "--no-verify", "--out", str(tmp_path / out), "--force")
+        assert result.code == 0, result.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "lead", "link", "mödel ☃ 1"]
+    assert (tmp_path / "folder" / "export.json").is_file()
+    assert (tmp_path / "mödel ☃ 1" / "export.json").is_file()
+
+
+def test_a_failed_export_leaves_the_earlier_one(runs, sage, tmp_path, monkeypatch):
+    options = ("export", str(runs["lora"]), "--out", str(tmp_path / "out"), "--force")
+    assert sage(*options).code == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    spoil(monkeypatch, lambda name: "lora_B" in name, lambda value: value + 0.5)
+    assert sage(*options).code == 1
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_sigterm_leaves_nothing(runs, sage, tmp_path, monkeypatch):
+    write = exportformats.write
+
+    def ended(*arguments: Any) -> None:
+        write(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(exportformats, "write", ended)
+    assert sage("export", str(runs["lora"]), "--out", str(tmp_path / "a" / "out")).code == 143
+    assert (list(tmp_path.iterdir()), signal.getsignal(signal.SIGTERM)) == ([], before)
+
+
+@pytest.mark.parametrize("damage", ["", "{cut", "[]\n", "{}\n", "null\n"])
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "config.toml"])
+def test_a_damaged_checkpoint_is_one_sentence(runs, sage, tmp_path, name, damage):
+    folder = Path(shutil.copytree(checkpoint.find(runs["lora"]), tmp_path / "checkpoint"))
+    (folder / name).write_text(damage)
+    result = sage("export", str(folder), "--out", str(tmp_path / "out"))
+    assert (result.code, str(folder) in result.err, "Traceback" in result.err) == (2, True, False), result.err
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("damage", ["{cut\n", "[]\n", "{}\n", "null\n"])
+@pytest.mark.parametrize("name", ["summary.json", "evaluations.jsonl", "evaluations/round-000000/scores.jsonl"])
+def test_a_damaged_evaluation_is_one_sentence(runs, sage, tmp_path, name, damage):
+    run = Path(shutil.copytree(runs["lora"], tmp_path / "run", symlinks=True))
+    if name == "evaluations.jsonl":
+        (run / "summary.json").unlink()
+    (run / name).write_text(damage)
+    options = ("export", str(run), "--no-verify", "--out", str(tmp_path / "out"))
+    result = sage(*options)
+    assert (result.code, f"{run / name} is damaged; restore it, or move it away" in result.err) == (2, True), result.err
+    (run / name).unlink()
+    assert sage(*options).code == 0
+
+
+def test_a_checkpoint_without_its_run(runs, sage, tmp_path, monkeypatch):
+    """Its own name is the export's, and nothing is read from the folders above it."""
+    (tmp_path / "far").mkdir()
+    shutil.copytree(checkpoint.find(runs["lora"]), tmp_path / "far" / "mine")
+    (tmp_path / "summary.json").write_text("another's")
+    monkeypatch.chdir(tmp_path)
+    result = sage("export", "far/mine", "--no-verify")
+    assert result.code == 0, result.err
+    assert json.loads((tmp_path / "exports/mine-diffusers/summary.json").read_text()) == {"evaluations": []}
+
+
+def test_a_run_without_its_link_names_a_checkpoint(runs, sage, tmp_path):
+    run = Path(shutil.copytree(runs["lora"], tmp_path / "run", symlinks=True))
+    (run / "checkpoints" / "latest").unlink()
+    result = sage("export", str(run), "--out", str(tmp_path / "out"))
+    newest = run / "checkpoints" / "round-000002"
+    assert (result.code, f"is the latest; name one, such as {newest}" in result.err) == (2, True)
+    assert sage("export", str(newest), "--no-verify", "--step", "2", "--out", str(tmp_path / "out")).code == 0
+    result = sage("export", str(newest), "--step", "1")
+    assert (result.code, "is one checkpoint and not that of round 1; name its run" in result.err) == (2, True)
+
+
+def test_the_check_needs_no_text_encoder_in_memory(runs):
+    backbone = backbone_of(runs["wan"])
+    exportformats.velocities(backbone)
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is UMT5EncoderModel]
