@@ -125,7 +125,8 @@ def cases(which: str) -> dict[str, tuple[Config, bool]]:
     found["shard-slices"] = (configuration("full", "fixed", **split, **{"objective": {"updates_per_round": 2}}), False)
     exact = {f"exact-{name}": (_with_eps(config), True) for name, (config, _) in found.items()}
     del found["shard"], found["shard-muon"], exact["exact-shard-slices"]  # slow on few cores
-    return exact if which == "exact" else found | exact
+    few = {name: found[name] for name in ("lora-dual-moving", "full-dual-moving")}
+    return few | exact if which == "exact" else found | exact
 
 
 def _with_eps(config: Config) -> Config:

@@ -28,12 +28,12 @@ def assert_same_run(alone: dict[str, Any], shared: list[dict[str, Any]], exact: 
     samples = {key: value for part in shared for key, value in part["samples"].items()}
     assert sum(len(part["samples"]) for part in shared) == len(samples)  # each sample in one process
     assert samples.keys() == alone["samples"].keys()
-    for key, (latents, log_prob) in alone["samples"].items():
-        assert torch.equal(samples[key][0], latents)
-        assert torch.equal(samples[key][1], log_prob)
+    for key, found in alone["samples"].items():
+        for mine, other in zip(samples[key], found, strict=True):  # float64 kernels depend on a row's place
+            assert torch.equal(mine, other) or (exact and torch.allclose(mine, other, rtol=0, atol=1e-12))
     zeros = {name: torch.zeros_like(value) for name, value in alone["start"].items()}
     for part in shared:
-        assert all(map(torch.equal, part["rewards"], alone["rewards"]))
+        assert all(map(torch.equal, part["rewards"], alone["rewards"]))  # float32
         assert all(torch.equal(part["start"][name], value) for name, value in alone["start"].items())
         assert all(torch.equal(part["weights"][name], value) for name, value in shared[0]["weights"].items())
         if "gradients" in alone:
