@@ -31,7 +31,7 @@ PLAN: dict[str, Any] = {
 def split_sequence(transformer: Any, processes: int, device: torch.device) -> None:
     """Let every `processes` neighbouring processes share the tokens of what they all are given, and all get the whole.
 
-    UserError for another transformer and for heads that do not divide.
+    UserError for another transformer and for heads that do not divide; in a call, for fewer tokens than processes.
     """
     if not isinstance(transformer, HunyuanVideo15Transformer3DModel):
         raise UserError("parallel.sequence is there for HunyuanVideo-1.5 alone; set it to 1")
@@ -48,6 +48,8 @@ def split_sequence(transformer: Any, processes: int, device: torch.device) -> No
 
     def measure(module: Any, given: Any, named: dict[str, Any]) -> None:
         shared.tokens = math.prod(named["hidden_states"].shape[2:]) // patch
+        if shared.tokens < processes:
+            raise UserError(f"a video of {shared.tokens} tokens cannot be shared by parallel.sequence = {processes}")
 
     transformer.register_forward_pre_hook(measure, with_kwargs=True)
     transformer.proj_out.register_forward_hook(lambda module, given, output: _applied(_GatherTokens, output, shared))

@@ -33,10 +33,11 @@ ProcessesOption = Annotated[
 def main() -> None:
     """Run the command; what users can do something about is one sentence and an exit code, not a traceback."""
     code, sentence = _outcome()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # a launcher started this process
-        from sagecli.launch import leave
+    if "RANK" in os.environ:
+        from sagecli import launch
 
-        leave(code, sentence)
+        if launch.place() is not None:
+            launch.leave(code, sentence)
     if sentence:
         _complain(sentence)
     sys.exit(code)
@@ -57,10 +58,10 @@ def _outcome() -> tuple[int, str]:
             raise
         return 2, f"{error.filename}: {error.strerror}"
     except RuntimeError as error:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if "RANK" in os.environ:
             from sagecli import launch
 
-            if launch.lost_contact(error):
+            if launch.place() is not None and launch.lost_contact(error):
                 return 1, launch.LOST
         raise
     return 0, ""
@@ -138,7 +139,7 @@ def train(
     if (num_processes > 1 or num_machines > 1) and launch.place() is None:
         request = launch.Launch(num_processes, num_machines, machine_rank, main_process_ip, main_process_port)
         check_processes(preset, set_ or [], resume, num_processes)
-        raise typer.Exit(launch.launch(request, launch.same_command()))
+        raise typer.Exit(launch.launch(request))
     if resume is None:
         if override:
             raise UserError("--override names what a resumed run may change; it goes with --resume")
@@ -178,7 +179,7 @@ def rollout(
     from sagecli import launch
 
     if num_processes > 1 and launch.place() is None:
-        raise typer.Exit(launch.launch(launch.Launch(num_processes), launch.same_command()))
+        raise typer.Exit(launch.launch(launch.Launch(num_processes)))
     request = Request(preset, model, adapter, sde, set_ or [])
     output = RolloutOutput(prompts, videos_per_prompt, seed, reward or [], out, force, resume)
     raise typer.Exit(make_rollouts(_console(), request, output))

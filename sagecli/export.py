@@ -190,9 +190,8 @@ def _write_rest(config: "Config", source: Path, facts: dict[str, Any], folder: P
     write_text(folder / "summary.json", measured)
     write_text(folder / "config.toml", dump_config(config))
     adapter = folder / "adapter_config.json"
-    if adapter.is_file() and is_hub_id(
-        base := place(config.model.path)
-    ):  # peft itself, told of it, would ask the network
+    base = place(config.model.path)
+    if adapter.is_file() and is_hub_id(base):  # peft itself, told of it, would ask the network
         stated = json.loads(adapter.read_text(encoding="utf-8"))
         write_text(adapter, json.dumps(stated | {"base_model_name_or_path": base}, indent=2) + "\n")
     write_card(folder, config, facts, prompt)

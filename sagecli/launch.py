@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -89,20 +89,15 @@ def _free_port() -> int:
 
 def place() -> tuple[int, int] | None:
     """(rank, number of processes) where a launcher started this process; None where it is alone."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    wanted = int(os.environ.get(COUNT, count))
-    if count != wanted:
-        raise RunStopped(f"{wanted} processes were asked for and {count} started")
+    count = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
     return (int(os.environ["RANK"]), count) if count > 1 else None
 
 
-def same_command() -> list[str]:
-    """What this process was started with; its processes find their place in the environment."""
-    return sys.argv[1:]
+def launch(request: Launch) -> int:
+    """Run this command in several processes, which find their place in the environment; returns its exit code.
 
-
-def launch(request: Launch, arguments: Sequence[str]) -> int:
-    """Run `sage ARGUMENTS` in several processes; returns its exit code. UserError for GPUs that are not there."""
+    UserError for GPUs that are not there.
+    """
     import torch
 
     here = request.processes // request.machines
@@ -116,34 +111,44 @@ def launch(request: Launch, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="sage-") as folder:
         environment[FOLDER] = folder
         process = subprocess.Popen(
-            request.command(arguments),
+            request.command(sys.argv[1:]),
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
         )
-        with _passed_on(process, Path(folder)):
+        with _passed_on(process, Path(folder)) as received:
             report = _relay(process)
             process.wait()
+        if received and not any(Path(folder).glob("*.json")):  # none of them had begun, or could still end by itself
+            return 128 + received[0]
         return _outcome(Path(folder), process.returncode, report)
 
 
 @contextmanager
-def _passed_on(process: "subprocess.Popen[str]", folder: Path) -> Iterator[None]:
-    """Signals go to every process of the run; another one, two seconds later, ends them at once."""
-    received: list[float] = []
+def _passed_on(process: "subprocess.Popen[str]", folder: Path) -> Iterator[list[int]]:
+    """Signals go to every process of the run; yields those received.
+
+    One that comes before the processes have begun, or two seconds after the first, ends them at once.
+    """
+    received: list[int] = []
+    first = 0.0
 
     def handle(signum: int, frame: Any) -> None:
-        received.append(time.monotonic())
-        if received[-1] - received[0] > 2:
+        nonlocal first
+        first = first or time.monotonic()
+        received.append(signum)
+        begun = list(folder.glob("*.pid"))
+        if not begun or time.monotonic() - first > 2:
             os.killpg(process.pid, signal.SIGKILL)
-        for file in folder.glob("*.pid"):
-            os.kill(int(file.read_text()), signum)
+        for file in begun:
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(int(file.read_text()), signum)
 
     before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
@@ -189,7 +194,10 @@ def join(parallel: "ParallelConfig") -> "Processes":
     from sagecli.engine.processes import ALONE, Processes
 
     found = place()
-    check_count(parallel, found[1] if found else 1)
+    started, wanted = found[1] if found else 1, os.environ.get(COUNT)
+    if wanted and int(wanted) != started:
+        raise RunStopped(f"{wanted} processes were asked for and {started} started")
+    check_count(parallel, started)
     if found is None:
         return ALONE
     import torch

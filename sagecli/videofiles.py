@@ -103,7 +103,7 @@ def probe(path: Path) -> VideoInfo:
     first: VideoFrame | None = None
     times: list[float] = []
     try:
-        with av.open(str(path)) as file:
+        with _opened(path) as file:
             stream = _video_stream(file)
             rate = stream.average_rate or stream.guessed_rate
             packets = []
@@ -136,8 +136,13 @@ def _is_whole(path: Path, container: str, announced: int, packets: list[int | No
         places = [place for place in packets if place is not None]
         gaps = [later - earlier for earlier, later in pairwise(places)]
         return bool(places) and places[-1] + max([1, *gaps]) >= announced
-    with av.open(str(path), options={"ignore_editlist": "1"}) as file:
+    with _opened(path, {"ignore_editlist": "1"}) as file:
         return sum(packet.size > 0 for packet in file.demux(_video_stream(file))) >= announced
+
+
+def _opened(path: Path, options: dict[str, str] | None = None) -> "av.container.InputContainer":
+    """The whole path, because libav takes what stands before a colon for a protocol; titles in any encoding."""
+    return av.open(str(path.absolute()), options=options, metadata_errors="replace")
 
 
 def _video_stream(file: "av.container.InputContainer") -> "av.VideoStream":
@@ -178,7 +183,7 @@ def read_frames(path: Path, numbers: Sequence[int]) -> Tensor:
     kept: dict[int, Any] = {}
     size: tuple[int, int] | None = None
     try:
-        with av.open(str(path)) as file:
+        with _opened(path) as file:
             for number, frame in enumerate(islice(_decoded(file), max(wanted) + 1)):
                 size = size or (frame.width, frame.height)  # a stream may change its size on the way
                 if number in wanted:

@@ -48,11 +48,13 @@ def case(folder: str, processes: Processes, train: str, checkpointing: bool, siz
 
 
 def refusal(folder: str, count: int) -> str:
-    """What is said of heads that do not divide."""
+    """What is said of so many processes, or of sharing a video of one token between them."""
     settings = {"path": folder, "dtype": "float32", "train": "frozen"}
     backbone = HunyuanVideo15(ModelConfig.model_validate(settings), torch.device("cpu"))
     try:
         split_sequence(backbone.module, count, torch.device("cpu"))
+        conditioning = backbone.encode([PROMPT])[PROMPT]
+        backbone.velocity(backbone.initial_latents([0], VideoSize(4, 4, 1)), 0.7, conditioning, 1.0)
     except UserError as error:
         return str(error)
     return ""
@@ -65,7 +67,8 @@ if __name__ == "__main__":
     found: dict[str, Any] = {}
     for train, checkpointing, size, batch in product(("lora", "full"), (False, True), SIZES, (1, 2)):
         found[f"{train}-{checkpointing}-{size}-{batch}"] = case(model, together, train, checkpointing, size, batch)
-    found["refusal"] = refusal(model, 3)
+    if count > 1:
+        found["refusals"] = [refusal(model, 3), refusal(model, count)]
     torch.save(found, out / f"{count}-{together.turn}.pt")
     if count > 1:
         launch.leave(0, "")

@@ -90,6 +90,25 @@ def test_setting_a_and_b_weigh_every_axis(tmp_path):
         assert (a, b) == ({"VQ": 1.0, "MQ": 1.0, "TA": 1.0}, {"VQ": 0.5, "MQ": 0.5, "TA": 1.0})
 
 
+def test_rewards_of_other_weights_are_not_compared(sage, arguments, tmp_path):
+    grid = tmp_path / "weights.toml"
+    grid.write_text(
+        'about = "two weighings"\n'
+        'compare = ["TA", "VQ"]\n'
+        '[[cells]]\nname = "A"\nweights = { VQ = 1.0, MQ = 1.0, TA = 1.0 }\n'
+        '[[cells]]\nname = "B"\nweights = { VQ = 0.5, MQ = 0.5, TA = 1.0 }\n'
+    )
+    assert load_grid("setting").compare == ("VQ", "MQ", "TA")
+    out = tmp_path / "out"
+    result = sage("ablate", str(grid), *arguments[1:], "--seeds", "1", "--set", "train.rounds=1", "--out", str(out))
+    assert result.code == 0, result.err
+    differences = json.loads((out / "results.json").read_text())["cells"]["B"]["difference_to_first"]
+    (row,) = (line for line in result.out.splitlines() if line.startswith("│ B"))
+    shown = [cell.strip() for cell in row.split("│")[6:8]]
+    for cell, axis in zip(shown, ("TA", "VQ"), strict=True):
+        assert f"[{differences[axis]['low']:+.4f}, {differences[axis]['high']:+.4f}]" in cell
+
+
 def test_methods_are_all_of_table_2():
     cells = plan(load_grid("methods"), "setting-b", [])
     assert [(c.config.sampler.sde, c.config.trust_region.strategy) for c in cells] == [

@@ -173,6 +173,22 @@ def test_a_killed_process_ends_the_run_with_a_sentence(running):
 
 
 @pytest.mark.distributed
+def test_a_signal_before_the_processes_have_begun_ends_them(settings, tmp_path):
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        command("train", "--num-processes", "2", "--run", str(run), *settings), stderr=subprocess.PIPE, text=True
+    ) as process:
+        for _ in range(600):
+            if len(processes_of(run)) > 1:
+                break
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        code, _, err = ended(process, run)
+    assert (code, err) == (130, "")
+    assert not run.exists()
+
+
+@pytest.mark.distributed
 def test_a_killed_launcher_leaves_no_process_and_a_saved_run(running):
     process, run = running
     process.kill()

@@ -43,6 +43,19 @@ def test_the_moving_average_is_the_stated_mean_and_no_kl_refers_to_it():
     assert float(weight[0].detach()) == 5
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offloaded_policies_lie_in_main_memory_and_act_on_the_device():
+    weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
+    trust = TrustRegion(TrustRegionConfig(strategy="fixed", offload_anchor=True), [weight], ema=0.5)
+    train(trust, weight, updates=2)
+    assert all(tensor.device.type == "cpu" for tensors in trust.policies.values() for tensor in tensors)
+    with trust.acting("initial"):
+        assert weight.tolist() == [0, 0, 0]
+    assert weight.tolist() == [2, 2, 2]
+    assert trust.policies["ema"][0].tolist() == [1.25] * 3
+
+
 def test_weights_of_the_terms():
     assert region("dual-moving")[0].betas == {"anchor": 1.0, "previous": 0.1}
     assert region("stepwise", beta_vel=1.0)[0].betas == {"previous": 1.0}

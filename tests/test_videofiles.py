@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 from video_files import moving, save, save_sound, trim, turn
@@ -71,6 +73,16 @@ def test_a_turned_video_is_read_as_it_is_shown(tmp_path):
     shown = read_frames(path, [0, 1, 2])
     # a quarter clockwise: the left column becomes the top row
     assert np.array_equal(shown.numpy(), np.rot90(plain.numpy(), -1, axes=(2, 3)))
+
+
+@pytest.mark.parametrize("suffix", ["mkv", "mp4"])
+def test_titles_in_any_encoding_and_names_with_a_colon_are_read(tmp_path, monkeypatch, suffix):
+    path = save(tmp_path / f"12:30.{suffix}", moving(3), title="CAF#")
+    path.write_bytes(path.read_bytes().replace(b"CAF#", b"CAF\xe9"))
+    assert b"CAF\xe9" in path.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    assert probe(Path(path.name)).num_frames == 3
+    assert read_frames(Path(path.name), [2]).shape == (1, 3, 48, 64)
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,17 @@ def save(
     fps: int = 8,
     times: Sequence[int] | None = None,
     sound: bool = False,
+    title: str = "",
 ) -> Path:
     """Write a video. times: a presentation time for each frame, in 1/1000 s, for a variable frame rate."""
-    with av.open(str(path), "w") as file:
+    with av.open(f"file:{path}", "w") as file:
+        if title:
+            file.metadata["title"] = title
         stream: Any = file.add_stream(codec, rate=fps)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = pix_fmt
+        if codec == "libx265":  # with B frames it leaves the decoding time of a lone frame to chance
+            stream.options = {"x265-params": "bframes=0:log-level=none"}
         if times is not None:
             stream.codec_context.time_base = Fraction(1, 1000)
         voice: Any = file.add_stream("aac", rate=16000) if sound else None

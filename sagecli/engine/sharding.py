@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def shard(module: nn.Module, computed: torch.dtype, device: torch.device) -> None:
+def shard(module: Any, computed: torch.dtype, device: torch.device) -> None:
     """Split a transformer's parameters, block by block; computed: the dtype that blocks are gathered and run in."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -20,7 +20,7 @@ def shard(module: nn.Module, computed: torch.dtype, device: torch.device) -> Non
     # The transformers write into no output of theirs; sums equal to those of one process prove it (tests).
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    kinds = set(getattr(module, "_repeated_blocks", ()))
+    kinds = set(module._repeated_blocks)  # as diffusers' transformers state them
     mixed = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32, cast_forward_inputs=False)
     policy: dict[str, Any] = {} if computed == torch.float32 else {"mp_policy": mixed}
     for part in module.modules():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from sagecli.engine.samples import (
 from sagecli.engine.sharing import Made, Share, merged, sample_share, shares, update_slices
 from sagecli.engine.update import Learner, update_policy
 from sagecli.interrupt import Interrupted
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
