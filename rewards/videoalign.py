@@ -192,12 +192,22 @@ def _check(settings: dict[str, Any]) -> None:
                 f"model_config.json: {key} = {table[key]!r}; the videoalign reward computes {needed!r} only"
             )
     for key in ("fps", "max_frame_pixels"):
-        if not isinstance(data.get(key), int | float):
-            raise UserError(f"model_config.json: data_config.{key} is missing; is this VideoAlign's own file?")
-    numbers = settings.get("inference_config")
-    for key in (f"{axis}_{kind}" for axis in TOKENS for kind in ("mean", "std")):
-        if numbers is not None and not (isinstance(numbers, dict) and isinstance(numbers.get(key), int | float)):
-            raise UserError(f"model_config.json: inference_config.{key} is missing, and scores are normalised by it")
+        _check_number(data, f"data_config.{key}", positive=True)
+    if settings.get("inference_config") is not None:  # what scores are normalised by
+        numbers = table_in(settings, "inference_config")
+        for axis in TOKENS:
+            _check_number(numbers, f"inference_config.{axis}_mean", positive=False)
+            _check_number(numbers, f"inference_config.{axis}_std", positive=True)
+
+
+def _check_number(table: dict[str, Any], name: str, positive: bool) -> None:
+    key = name.partition(".")[2]
+    if key not in table:
+        raise UserError(f"model_config.json: {name} is missing; is this VideoAlign's own file?")
+    value = table[key]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (positive and value <= 0):
+        raise UserError(f"model_config.json: {name} = {value!r}; it takes a {'positive ' if positive else ''}number")
 
 
 def _tokenizer(folder: Any) -> Any:

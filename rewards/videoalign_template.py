@@ -6,6 +6,7 @@ in a file: either the text itself or that Python file, whose string is taken fro
 
 import ast
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class Template:
 
 def read_template(path: str | None, checkpoint: Path) -> Template:
     """The template at path (a file, or a checkout), else that of the checkpoint's folder; UserError without one."""
-    file = checkpoint / "prompt_template.txt" if path is None else Path(path).expanduser()
+    file = checkpoint / "prompt_template.txt" if path is None else Path(os.path.expanduser(path))
     if file.is_dir():
         file = file / "prompt_template.py"
     if not file.is_file():

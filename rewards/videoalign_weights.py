@@ -5,6 +5,7 @@ adapter_model.safetensors and non_lora_state_dict.pth (the rest is the base mode
 """
 
 import json
+import os
 import pickle
 import re
 import zipfile
@@ -47,7 +48,7 @@ def find_files(path: str, base: str | None, step: int | None) -> Files:
     checkpoint = _checkpoint(folder, step)
     if base is None:
         named = str(table_in(settings, "model_config").get("model_name_or_path", BASE_HUB_ID))
-        base = named if is_hub_id(named) and not (folder / named).is_dir() else str(folder / Path(named).expanduser())
+        base = named if is_hub_id(named) and not (folder / named).is_dir() else str(folder / os.path.expanduser(named))
     files = Files(folder, checkpoint, local_folder(base, "the videoalign reward's base"), settings)
     if not (files.base / "config.json").is_file():
         raise UserError(f"{files.base}: no config.json, so this is no Qwen2-VL folder; see the reward's option base")

@@ -2,12 +2,14 @@
 
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sagecli.errors import RunStopped, UserError
+from sagecli.interrupt import LEFT_BEHIND
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,6 +42,10 @@ def main() -> None:
             launch.leave(code, sentence)
     if sentence:
         _complain(sentence)
+    if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -214,6 +220,8 @@ def score(
 
     if force and resume:
         raise UserError("--force replaces the output file and --resume completes it; choose one")
+    if force and out is None:
+        raise UserError("--force replaces an output file; name it with --out")
     request = ScoreRequest(
         paths or [],
         reward or [],

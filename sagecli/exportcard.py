@@ -1,6 +1,7 @@
 """The model card beside exported weights: front matter for the hub, what it is, and a few lines that load it."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ def _how_to_load(config: "Config", kind: str, prompt: str, pipeline: str, transf
 
 def place(path: str) -> str:
     """A base folder's absolute path, because an export is used elsewhere; a hub id, and "tiny", as it is."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     return str(folder.resolve()) if folder.is_dir() else path
 
 

@@ -1,5 +1,6 @@
 """Folders of models: given as they are, or found by hub id in the Hugging Face cache. The network is never asked."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,7 @@ def local_folder(path: str, key: str, also: str = "") -> Path:
 
     also: what else the setting takes, for the sentence.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         return folder
     if not is_hub_id(path):

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+LEFT_BEHIND = "a call that did not come back"
+"""Name of a thread that may never end: the interpreter would abort while it waits for it or takes it down."""
+
 
 class Interrupted(Exception):
     """The user or the system asked the run to end; exit_code is 130 for Ctrl-C, 143 for SIGTERM."""

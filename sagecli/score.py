@@ -1,5 +1,6 @@
 """`sage score`: rewards of video files."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from statistics import fmean, pstdev
@@ -14,10 +15,10 @@ from sagecli.agreement import OVERALL, Pair, agreement, read_pairs
 from sagecli.display import note, progress, show_warnings
 from sagecli.errors import RunStopped, UserError, did_you_mean
 from sagecli.interrupt import Interrupted, stop_request
-from sagecli.scorefile import Row, ScoreFile, flat
+from sagecli.scorefile import Row, ScoreFile, flat, job_key, stamp
 from sagecli.scorerequest import ScoreRequest, chosen_rewards, settings_of
 from sagecli.scoring import Clips, Scorer, make_rewards
-from sagecli.videofiles import UnreadableVideoError, VideoInfo, find_videos, probe, read_frames, shown
+from sagecli.videofiles import UnreadableVideoError, VideoInfo, find_videos, place_of, probe, read_frames, shown
 from sagecli.videoprompts import Job, find_prompts, require_prompts
 
 PAPER_AXES = ("VQ", "MQ", "TA")
@@ -43,6 +44,9 @@ def score_videos(console: Console, request: ScoreRequest) -> int:
     settings = settings_of(sources, weights)
     output.check(axes, flat({"settings": settings}))
     jobs = _jobs(console, request, pairs)
+    if replaced := output.drop_replaced(jobs):
+        sentence = f"{replaced} of its scores are of videos that have been written anew since; they are scored again"
+        console.print(note(f"{request.out}: {sentence}"), soft_wrap=True)
     if needing := [name for name, reward in rewards.items() if reward.needs_prompt]:
         require_prompts(jobs, needing)
     scorer = Scorer.loaded(sources, 0.0, timeout)
@@ -161,8 +165,9 @@ class _Work:
             return None
 
     def _rows(self, jobs: Sequence[Job], info: VideoInfo, numbers: Sequence[int]) -> Iterator[Row]:
-        read = {}
+        read, stamps = {}, {}
         for job in jobs:
+            stamps[job] = stamp(job.video)
             try:
                 read[job] = read_frames(job.video, numbers)
             except UnreadableVideoError as error:
@@ -181,12 +186,16 @@ class _Work:
                 self.failures[job] = scored.failures[index]
                 continue
             scores = {axis: float(values[index]) for axis, values in scored.axes.items()}
-            row = {"video": str(job.video), "prompt": job.prompt} | vars(info) | {"scores": scores}
+            row: Row = {"video": str(place_of(job.video)), "prompt": job.prompt} | stamps[job] | vars(info)
+            row["scores"] = scores
             row["monitors"] = {name: float(values[index]) for name, values in scored.monitors.items()}
             if set(PAPER_AXES) <= set(scores):
                 row["overall"] = sum(scores[axis] for axis in PAPER_AXES)
             if weights := self.settings["weights"]:
                 row["reward"] = sum(weight * scores[axis] for axis, weight in weights.items())
+                if not math.isfinite(row["reward"]):
+                    self.failures[job] = f"its weighted reward is {row['reward']}"
+                    continue
             yield flat(row | scored.details[index] | {"settings": self.settings})
 
 
@@ -210,7 +219,7 @@ def _agreement_table(pairs: Sequence[Pair], rows: Sequence[Row]) -> Table:
     of_job = {(row["video"], row["prompt"]): row for row in rows}
     scored: list[tuple[Pair, Row, Row]] = []
     for pair in pairs:
-        first, second = (of_job.get((str(job.video), job.prompt)) for job in (pair.first, pair.second))
+        first, second = (of_job.get(job_key(job)) for job in (pair.first, pair.second))
         if first is not None and second is not None:
             scored.append((pair, first, second))
     table = Table(title=f"agreement with people over {len(scored)} of {len(pairs)} pairs", title_justify="left")

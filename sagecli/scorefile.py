@@ -11,14 +11,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sagecli.errors import UserError
+from sagecli.errors import RunStopped, UserError
 from sagecli.rundir import write_text
-from sagecli.videofiles import MANIFEST
+from sagecli.videofiles import MANIFEST, place_of
 from sagecli.videoprompts import Job
 
+LONGEST_NAME = 240
+"""Bytes; file systems take 255, and a file that is being written has a longer name than in the end."""
 Row = dict[str, Any]
-"""Flat: video, prompt, num_frames, fps, height, width, scores.AXIS, REWARD.frames, REWARD.raw.AXIS, ...,
-settings.rewards.REWARD.OPTION, settings.weights.AXIS."""
+"""Flat: video (its absolute path), prompt, bytes, modified_ns, num_frames, fps, height, width, scores.AXIS,
+REWARD.frames, REWARD.raw.AXIS, ..., settings.rewards.REWARD.OPTION, settings.weights.AXIS."""
 
 
 class ScoreFile:
@@ -35,6 +37,8 @@ class ScoreFile:
             raise UserError(f"--out {path}: it takes a file that ends in .jsonl or .csv")
         if path.is_dir():
             raise UserError(f"--out {path}: this is a folder; name a file")
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"--out {path}: this link leads nowhere")
         if path.exists() and not (force or resume):
             raise UserError(f"{path} exists; --resume completes it, --force replaces it")
         _refuse_unwritable(path)
@@ -46,7 +50,7 @@ class ScoreFile:
         if self.path is not None and self.path.name == MANIFEST:
             raise UserError(f"--out {self.path}: this name is that of a rollout's manifest; name another")
         for file in inputs:
-            if self.path is not None and file.resolve() == self.path.resolve():
+            if self.path is not None and os.path.realpath(file) == os.path.realpath(self.path):
                 raise UserError(f"--out {self.path}: this file is read too; name another")
 
     def check(self, axes: Sequence[str], settings: Row) -> None:
@@ -70,22 +74,36 @@ class ScoreFile:
         if self.path is not None:
             columns = list(self.rows[0]) if self.rows else []
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, _text(self.path, self.rows, header=bool(self.rows), columns=columns))
+            target = self.path.resolve()  # a link to a file stays one
+            write_text(target, _text(self.path, self.rows, header=bool(self.rows), columns=columns))
+
+    def drop_replaced(self, jobs: Sequence[Job]) -> int:
+        """Forget the rows of jobs whose video has been written anew since; returns how many."""
+        now = {job_key(job): stamp(job.video) for job in jobs}
+        kept = [row for row in self.rows if not (found := now.get(_key(row))) or found.items() <= row.items()]
+        dropped = len(self.rows) - len(kept)
+        self.rows = kept
+        return dropped
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
         """Those that the file has no row of."""
-        done = {(row["video"], row["prompt"]) for row in self.rows}
-        return [job for job in jobs if (str(job.video), job.prompt) not in done]
+        done = {_key(row) for row in self.rows}
+        return [job for job in jobs if job_key(job) not in done]
 
     def add(self, more: Iterable[Row]) -> None:
-        """Write more rows."""
+        """Write more rows; RunStopped where the disk takes no more, and then no part of them is written."""
         rows = list(more)
         for row in rows:
             self._refuse_other_models(row)
         if self.path is not None and rows:
             text = _text(self.path, rows, header=not self.rows, columns=list((self.rows or rows)[0]))
-            with self.path.open("a", encoding="utf-8", newline="") as file:
-                file.write(text)
+            before = self.path.stat().st_size
+            try:
+                with self.path.open("a", encoding="utf-8", newline="") as file:
+                    file.write(text)
+            except OSError as error:
+                os.truncate(self.path, before)
+                raise RunStopped(f"{self.path}: {error.strerror}; --resume scores what it lacks") from None
         self.rows += rows
 
     def _refuse_other_models(self, row: Row) -> None:
@@ -102,6 +120,26 @@ def _refuse_unwritable(path: Path) -> None:
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not (existing.is_dir() or existing == path.absolute()) or not os.access(existing, os.W_OK):
         raise UserError(f"--out {path}: {existing} cannot be written to")
+    if len(os.fsencode(path.name)) > LONGEST_NAME:
+        raise UserError(f"--out {path.name[:20]}...: a name may have {LONGEST_NAME} bytes")
+
+
+def job_key(job: Job) -> tuple[str, str]:
+    """What a job is known by in a file of scores, from wherever it was named."""
+    return str(place_of(job.video)), job.prompt
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row["video"], row["prompt"]
+
+
+def stamp(video: Path) -> dict[str, int]:
+    """By which a file that was written anew is known; empty where it is gone."""
+    try:
+        found = video.stat()
+    except OSError:
+        return {}
+    return {"bytes": found.st_size, "modified_ns": found.st_mtime_ns}
 
 
 def _axes(row: Row) -> list[str]:
@@ -143,8 +181,11 @@ def _text(path: Path, rows: Sequence[Row], header: bool, columns: Sequence[str])
 
 
 def _read(path: Path) -> list[Row]:
-    """Complete rows; UserError where the file is another's."""
-    data = path.read_bytes()  # a kill may have cut the last line within a letter
+    """Complete rows; UserError where the file is another's.
+
+    A last line without its end is what a kill has left, perhaps cut within a letter: its video is scored again.
+    """
+    data = path.read_bytes()
     try:
         whole = data[: data.rfind(b"\n") + 1].decode("utf-8")
         rows = (
@@ -171,9 +212,13 @@ def _is_row(row: Row) -> bool:
 
 
 def _from_csv(text: str) -> list[Row]:
-    rows = csv.DictReader(io.StringIO(text, newline=""))
-    whole = [row for row in rows if None not in row and None not in row.values()]
-    return [{key: _value(key, cell) for key, cell in row.items()} for row in whole]
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    broken = [None in row or None in row.values() for row in rows]
+    if broken and broken.pop():  # a kill may have cut the last one within a text of several lines
+        rows.pop()
+    if any(broken):
+        raise ValueError(f"row {broken.index(True) + 1} has not as many cells as its first line")
+    return [{key: _value(key, cell) for key, cell in row.items()} for row in rows]
 
 
 def _value(key: str, cell: str) -> Any:

@@ -1,6 +1,7 @@
 """What `sage score` was asked for, and which rewards that means."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from sagecli import registry
 from sagecli.config_reward import RewardConfig, RewardSource
 from sagecli.errors import UserError
 from sagecli.loading import load_config, parse_override
+from sagecli.videofiles import shown
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ScoreRequest:
 
 def chosen_rewards(request: ScoreRequest) -> tuple[list[RewardSource], dict[str, float], float]:
     """The rewards, as the preset has them or by name; the weights of their axes; the time limit in seconds."""
+    _refuse_unusable(request)
     config = load_config(request.preset).reward if request.preset else None
     of_preset = {model.name: model for model in config.models} if config else {}
     names = list(dict.fromkeys(request.rewards or of_preset))
@@ -54,11 +57,14 @@ def chosen_rewards(request: ScoreRequest) -> tuple[list[RewardSource], dict[str,
     for name in names:
         if name in of_preset:
             tables[name] = of_preset[name].model_dump(exclude={"weights"})
-    for text in request.paths:
-        name, path = _named_path(text, names)
-        tables[name]["path"] = path
-    for text in request.options:
-        name, key, value = _option(text, names)
+    given: list[tuple[str, str, Any]] = [
+        (name, "path", path) for name, path in (_named_path(text, names) for text in request.paths)
+    ]
+    given += [_option(text, names) for text in request.options]
+    places = [(name, key) for name, key, _ in given]
+    for name, key, value in given:
+        if places.count((name, key)) > 1:
+            raise UserError(f"{name}.{key} is given twice; give it once")
         if key in ("path", "dtype", "offload"):
             tables[name][key] = value
         else:
@@ -74,6 +80,16 @@ def chosen_rewards(request: ScoreRequest) -> tuple[list[RewardSource], dict[str,
     return [_source(table) for table in tables.values()], weights, timeout
 
 
+def _refuse_unusable(request: ScoreRequest) -> None:
+    """UserError for an option that is there but says nothing, as a script's unset variable leaves it, or no text."""
+    for name, text in (("preset", request.preset), ("weights", request.weights)):
+        if text == "":
+            raise UserError(f"--{name} is empty; leave it out or give it a value")
+    for text in (request.prompt or "", *request.paths, *request.options):
+        if shown(Path(text)) != str(Path(text)):
+            raise UserError(f"{shown(Path(text))}: not UTF-8 text")
+
+
 def _source(table: dict[str, Any]) -> RewardSource:
     try:
         return RewardSource.model_validate(table)
@@ -86,6 +102,8 @@ def _source(table: dict[str, Any]) -> RewardSource:
 
 def _named_path(text: str, names: Sequence[str]) -> tuple[str, str]:
     name, equals, path = text.partition("=")
+    if not text or (equals and not path):
+        raise UserError(f"--path {text!r} names no folder; leave it out or name one")
     if equals and name in names:
         return name, path
     if len(names) == 1 and not (equals and name in registry.names("rewards")):
@@ -129,5 +147,5 @@ def settings_of(sources: Sequence[RewardSource], weights: dict[str, float]) -> d
 
 def _absolute(value: Any) -> Any:
     """A text that names something that is here, as its absolute path; anything else as it is."""
-    is_place = isinstance(value, str) and value and Path(value).expanduser().exists()
-    return str(Path(value).expanduser().resolve()) if is_place else value
+    is_place = isinstance(value, str) and value and os.path.exists(os.path.expanduser(value))
+    return os.path.realpath(os.path.expanduser(value)) if is_place else value

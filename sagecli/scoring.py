@@ -18,6 +18,7 @@ from sagecli import preflight, registry
 from sagecli.config_reward import RewardSource
 from sagecli.engine.samples import Scored
 from sagecli.errors import RunStopped, UserError, did_you_mean
+from sagecli.interrupt import LEFT_BEHIND
 from sagecli.rewards import Reward, Scores
 
 if TYPE_CHECKING:
@@ -225,7 +226,10 @@ def _checked(name: str, scores: dict[str, Tensor], count: int) -> Tensor:
 
 
 def with_timeout(call: Callable[[], Scores], seconds: float) -> Scores | None:
-    """The call's result or exception, or None where it takes longer than `seconds`; it is then left behind."""
+    """The call's result or exception, or None where it takes longer than `seconds`; it is then left behind.
+
+    sagecli.cli.main ends a process that has left one behind.
+    """
     result: list[tuple[Scores | None, Exception | None]] = []
 
     def run() -> None:
@@ -234,9 +238,9 @@ def with_timeout(call: Callable[[], Scores], seconds: float) -> Scores | None:
         except Exception as error:  # handed to the caller's thread
             result.append((None, error))
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=run, name=LEFT_BEHIND, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(min(seconds, threading.TIMEOUT_MAX))
     if not result:
         return None
     value, error = result[0]

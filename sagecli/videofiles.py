@@ -7,7 +7,7 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from av.video.frame import VideoFrame
 from torch import Tensor
 
 from sagecli.errors import UserError
+from sagecli.wholefiles import lacking
 
 SUFFIXES = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
 MANIFEST = "manifest.jsonl"
@@ -41,13 +42,18 @@ class VideoInfo:
 def find_videos(sources: Sequence[str]) -> list[Path]:
     """Video files of files, folders (and folders in them), patterns and rollout manifests; each once, in order.
 
-    UserError for a source that names none.
+    A link is a video of its own, which may have its own prompt. UserError for a source that names none.
     """
     found: dict[Path, Path] = {}
     for source in sources:
         for video in _videos_of_source(source):
-            found.setdefault(video.resolve(), video)
+            found.setdefault(place_of(video), video)
     return list(found.values())
+
+
+def place_of(path: Path) -> Path:
+    """Its folder, absolute and without links, and its name: the same however the video was named."""
+    return Path(os.path.realpath(path.parent), path.name)
 
 
 def shown(path: Path) -> str:
@@ -56,7 +62,7 @@ def shown(path: Path) -> str:
 
 
 def _videos_of_source(source: str) -> list[Path]:
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.exists():
         videos = _videos_of(path)
     else:
@@ -82,7 +88,8 @@ def _videos_of(path: Path) -> list[Path]:
 
 
 def _looks_like_one(file: Path) -> bool:
-    return file.suffix.lower() in SUFFIXES and file.is_file() and not file.name.startswith(".")
+    there = file.is_file() or (file.is_symlink() and not file.exists())  # a broken link is reported, not passed over
+    return file.suffix.lower() in SUFFIXES and there and not file.name.startswith(".")
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -114,28 +121,22 @@ def probe(path: Path) -> VideoInfo:
                     frames += 1
                     if frame.time is not None:
                         times.append(frame.time)
-            announced = stream.frames
-            whole = len(packets) >= announced or _is_whole(path, file.format.name, announced, packets)
+            announced, container = stream.frames, file.format.name
+            reason = lacking(path, container, announced, packets)
+        if reason and announced and "mp4" in container and _is_trimmed(path, announced):
+            reason = ""
     except (av.FFmpegError, OSError) as error:
         raise UnreadableVideoError(_reason(path, error, frames)) from None
+    if reason:
+        raise UnreadableVideoError(f"it is cut short: {reason}")
     if first is None:
         raise UnreadableVideoError("it has no frame")
-    if not whole:
-        raise UnreadableVideoError(f"it is cut short: {len(packets)} of {announced} frames are there")
     height, width = _turned(np.empty((first.height, first.width)), first.rotation).shape
     return VideoInfo(frames, _fps(float(rate or 0), times), height, width)
 
 
-def _is_whole(path: Path, container: str, announced: int, packets: list[int | None]) -> bool:
-    """Whether a file with fewer frames than it announces has them all.
-
-    AVI announces places in time, of which a variable rate leaves some empty. In mp4 an edit list, which trims a video,
-    takes frames away that are in the file.
-    """
-    if container == "avi":
-        places = [place for place in packets if place is not None]
-        gaps = [later - earlier for earlier, later in pairwise(places)]
-        return bool(places) and places[-1] + max([1, *gaps]) >= announced
+def _is_trimmed(path: Path, announced: int) -> bool:
+    """Whether an mp4 has all its frames, of which an edit list shows fewer."""
     with _opened(path, {"ignore_editlist": "1"}) as file:
         return sum(packet.size > 0 for packet in file.demux(_video_stream(file))) >= announced
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sagecli.errors import UserError, did_you_mean
 from sagecli.prompts import read_text
-from sagecli.videofiles import MANIFEST
+from sagecli.videofiles import MANIFEST, place_of
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def find_prompts(videos: Sequence[Path], map_file: Path | None, for_all: str | N
         manifest = manifests.get(video.parent)
         if manifest is None:
             manifest = manifests[video.parent] = _read_manifest(video.parent / MANIFEST)
-        text = manifest.get(video.name) or _beside(video) or mapped.get(video.resolve()) or mapped.get(Path(video.name))
+        text = manifest.get(video.name) or _beside(video) or mapped.get(place_of(video)) or mapped.get(Path(video.name))
         return text or for_all or ""
 
-    here = {video.resolve() for video in videos} | {Path(video.name) for video in videos}
+    here = {place_of(video) for video in videos} | {Path(video.name) for video in videos}
     unused = [row["video"] for row in rows if not here & _names(row["video"], map_file.parent if map_file else Path())]
     if rows and len(unused) == len(rows):
         raise UserError(f"{map_file}: none of its {len(rows)} rows names a video given here; first {unused[0]}")
@@ -73,8 +73,12 @@ def require_prompts(jobs: Sequence[Job], rewards: Sequence[str]) -> None:
 
 def _read_manifest(file: Path) -> dict[str, str]:
     """File name -> prompt; a file of that name which no rollout wrote, without these columns, says nothing."""
-    rows = table(file, (), ("file", "prompt")) if file.is_file() else []
-    return {row["file"]: row["prompt"] for row in rows if len(row) == 2}
+    rows = [row for row in table(file, (), ("file", "prompt")) if len(row) == 2] if file.is_file() else []
+    prompts: dict[str, str] = {}
+    for row in rows:
+        if prompts.setdefault(row["file"], row["prompt"]) != row["prompt"]:
+            raise UserError(f"{file}: {row['file']} has two prompts: {prompts[row['file']]!r} and {row['prompt']!r}")
+    return prompts
 
 
 def _beside(video: Path) -> str:
@@ -96,19 +100,22 @@ def _places(rows: Sequence[dict[str, str]], folder: Path) -> dict[Path, str]:
 def _names(video: str, folder: Path) -> set[Path]:
     """What a map's row may mean: a place from the map's folder or from here, and any video of a bare name."""
     bare = {Path(video)} if Path(video).name == video else set()
-    return {Path(video).resolve(), (folder / video).resolve()} | bare
+    return {place_of(Path(video)), place_of(folder / video)} | bare
 
 
 def table(file: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, str]]:
     """Those columns of a .csv or .jsonl file, every cell a text that is not empty; UserError, with the line, else.
 
-    optional: columns that the first line may lack; then every line may.
+    optional: columns that the first line may lack; then every line may. One that it has in other letters is refused.
     """
     readers = {".csv": _csv, ".jsonl": _jsonl}
     if file.suffix.lower() not in readers:
         raise UserError(f"{file}: not a .csv or .jsonl file")
     rows = readers[file.suffix.lower()](read_text(file), file)
     first = rows[0][1] if rows else {}
+    for column in optional:
+        if twins := [name for name in first if column not in first and name.strip().lower() == column.lower()]:
+            raise UserError(f"{file}: it has the column {twins[0]!r}; write it {column!r}")
     wanted = [*columns, *(column for column in optional if column in first)]
     return [{column: _cell(entry, column, f"{file}, line {line}") for column in wanted} for line, entry in rows]
 
@@ -122,6 +129,8 @@ def _cell(entry: dict[str, object], column: str, where: str) -> str:
     cell = entry[column]
     if not isinstance(cell, str) or not cell.strip():
         raise UserError(f"{where}: {column!r} is {json.dumps(cell)}; it takes a text")
+    if "\0" in cell:
+        raise UserError(f"{where}: {column!r} is {json.dumps(cell)}; it takes a text without the character 0")
     return cell.strip()
 
 

@@ -151,3 +151,36 @@ def sage() -> Callable[..., Result]:
         return Result(code, out.getvalue(), err.getvalue())
 
     return run
+
+
+@pytest.fixture(scope="module")
+def align(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny VideoAlign."""
+    from reward_models import save_videoalign
+
+    return str(save_videoalign(tmp_path_factory.mktemp("models")).folder)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny CLIP."""
+    from reward_models import save_clip
+
+    folder = tmp_path_factory.mktemp("models") / "clip"
+    save_clip(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def clips(tmp_path: Path) -> Path:
+    """Three videos with their prompts beside them, of two sizes."""
+    from video_files import moving, save
+
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    save(folder / "a.mp4", moving(9), sound="aac")
+    save(folder / "b.mp4", moving(9, seed=3))
+    save(folder / "c.mkv", moving(6, 33, 47, seed=5), "ffv1", "bgr0")
+    for name in "abc":
+        (folder / f"{name}.txt").write_bytes(b"\xef\xbb\xbf" + f"a square\r\n\r\n number {name}\r\n".encode())
+    return folder

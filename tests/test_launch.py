@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_plugin import install_reward
 from safetensors.torch import load_file
 
 SMALL = (
@@ -217,18 +218,23 @@ def test_what_is_wrong_is_said_once(settings, tmp_path):
         assert not Path(run).exists()
 
 
+MOODY = """
+import os, time
+from sagecli.rewards import Reward, Scores
+
+class Moody(Reward):
+    axes = ("mood",)
+    needs_prompt = False
+
+    def score(self, videos, prompts, fps):
+        time.sleep(60 if os.environ.get("RANK") == "1" else 0)
+        return Scores({"mood": videos.mean((1, 2, 3, 4))})
+"""
+
+
 @pytest.mark.distributed
 def test_a_reward_that_gives_up_in_one_process_ends_all_with_its_sentence(settings, tmp_path):
-    (tmp_path / "moody.py").write_text(
-        "import os, time\nimport torch\nfrom sagecli.rewards import Reward, Scores\n\n\n"
-        "class Moody(Reward):\n    axes = ('mood',)\n    needs_prompt = False\n\n"
-        "    def score(self, videos, prompts, fps):\n        time.sleep(60 if os.environ.get('RANK') == '1' else 0)\n"
-        "        return Scores({'mood': videos.mean((1, 2, 3, 4))})\n"
-    )
-    info = tmp_path / "moody-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moody\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[sagecli.rewards]\nmoody = moody:Moody\n")
+    install_reward(tmp_path, "moody", "Moody", MOODY)
     run = tmp_path / "run"
     moods = as_options(["reward.models=[{name='moody', weights={mood=1.0}}]", "reward.timeout=2.0"])
     for more in ((), as_options(FULL)):

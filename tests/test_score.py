@@ -2,52 +2,22 @@
 
 import csv
 import json
+import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reward_models import save_clip, save_videoalign
+from score_rows import rows
 from video_files import moving, save, save_sound
 
 from sagecli.rewards.clip import ClipScore
 from sagecli.rewards.videoalign import VideoAlign
 from sagecli.videofiles import read_frames
-
-
-@pytest.fixture(scope="module")
-def align(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_videoalign(tmp_path_factory.mktemp("models")).folder)
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "clip"
-    save_clip(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def clips(tmp_path: Path) -> Path:
-    """Three videos with their prompts beside them, of two sizes."""
-    folder = tmp_path / "clips"
-    folder.mkdir()
-    save(folder / "a.mp4", moving(9), sound=True)
-    save(folder / "b.mp4", moving(9, seed=3))
-    save(folder / "c.mkv", moving(6, 33, 47, seed=5), "ffv1", "bgr0")
-    for name in "abc":
-        (folder / f"{name}.txt").write_bytes(b"\xef\xbb\xbf" + f"a square\r\n\r\n number {name}\r\n".encode())
-    return folder
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @torch.no_grad()
@@ -243,6 +213,45 @@ def test_a_manifest_of_another_tool_is_not_read(sage, clips, clip, tmp_path):
     assert (result.code, "no column 'file'; it has version" in result.err) == (2, True)
 
 
+def test_a_link_is_a_video_of_its_own_and_a_broken_one_is_named(sage, clips, clip, tmp_path):
+    (clips / "d.mp4").symlink_to("a.mp4")
+    (clips / "d.txt").write_text("another prompt")
+    (clips / "e.mp4").symlink_to("gone.mp4")
+    (clips / "f.mp4").symlink_to("f.mp4")
+    out = tmp_path / "s.jsonl"
+    options = ("--reward", "clip", "--path", clip, "--prompt", "x", "--out", str(out))
+    result = sage("score", str(clips), str(clips / "f.mp4"), *options)
+    assert (result.code, "4 of 6 videos scored" in result.out) == (1, True)
+    assert "e.mp4: there is no such file" in result.out
+    assert "f.mp4: it is no video, or is cut short (Too many levels of symbolic links)" in result.out
+    assert {Path(row["video"]).name: row["prompt"] for row in rows(out)} == {
+        "a.mp4": "a square number a",
+        "b.mp4": "a square number b",
+        "c.mkv": "a square number c",
+        "d.mp4": "another prompt",
+    }
+
+
+def test_a_weighted_reward_out_of_range_fails_alone(sage, clips, align, tmp_path):
+    plain, out = tmp_path / "plain.jsonl", tmp_path / "s.jsonl"
+    options = ("--reward", "videoalign", "--path", align, "--out")
+    assert sage("score", str(clips), *options, str(plain)).code == 0
+    sizes = sorted(abs(row["scores"]["VQ"]) for row in rows(plain))
+    weight = sys.float_info.max / (sizes[-1] + sizes[-2]) * 2  # so that one reward is out of range
+    result = sage("score", str(clips), *options, str(out), "--weights", f"VQ={weight}")
+    assert (result.code, "2 of 3 videos scored" in result.out) == (1, True)
+    assert "its weighted reward is " in result.out
+    assert all(math.isfinite(row["reward"]) for row in rows(out))
+
+
+def test_places_with_a_tilde_that_is_no_home(sage, clips, clip, tmp_path, monkeypatch):
+    shutil.move(clips, tmp_path / "~bak")
+    monkeypatch.chdir(tmp_path)
+    assert sage("score", "./~bak", "--reward", "clip", "--path", clip).code == 0
+    result = sage("score", "~nosuchuser/a.mp4", "--reward", "clip", "--path", clip)
+    assert (result.code, "~nosuchuser/a.mp4: no such file" in result.err) == (2, True)
+
+
 def test_a_video_that_a_reward_refuses_fails_alone(sage, clips, tmp_path):
     out = tmp_path / "s.jsonl"
     (clips / "a.txt").write_text("a small red circle moving left fast")
@@ -285,6 +294,16 @@ def test_a_video_that_a_reward_refuses_fails_alone(sage, clips, tmp_path):
         (("--reward", "clip", "--resume"), "--resume completes an output file; name it with --out"),
         (("--reward", "clip", "--out", "s.txt"), "it takes a file that ends in .jsonl or .csv"),
         (("--reward", "clip", "--force", "--resume"), "choose one"),
+        (("--reward", "clip", "--force"), "--force replaces an output file; name it with --out"),
+        (("--reward", "clip", "--weights", ""), "--weights is empty"),
+        (("--reward", "shapes", "--preset", ""), "--preset is empty"),
+        (("--reward", "shapes", "--path", ""), "--path '' names no folder"),
+        (("--reward", "shapes", "--path", "shapes="), "--path 'shapes=' names no folder"),
+        (("--reward", "clip", "--path", "clip=elsewhere"), "clip.path is given twice; give it once"),
+        (("--reward", "clip", "--option", "clip.frames=3", "--option", "clip.frames=4"), "clip.frames is given twice"),
+        (("--reward", "clip", "--prompt", "a \udcff"), "a \\xff: not UTF-8 text"),
+        (("--reward", "shapes", "--path", "~nosuchuser"), "the reward 'shapes' has no option 'path'"),
+        (("--reward", "videoalign", "--option", "videoalign.base=~nosuchuser"), "base = '~nosuchuser' is no folder"),
         (("--reward", "clip", "--prompts", "map.txt"), "map.txt: not a .csv or .jsonl file"),
         (("--preset", "settingb"), "did you mean 'setting-b'"),
     ],
@@ -311,6 +330,12 @@ def edit(model: Path, key: str, value: Any) -> None:
     settings[key] = value
     kept = {name: entry for name, entry in settings.items() if entry is not None}
     (model / "model_config.json").write_text(json.dumps(kept))
+
+
+def number(model: Path, table: str, key: str, value: Any) -> None:
+    """Set a key of one of model_config.json's tables."""
+    settings = json.loads((model / "model_config.json").read_text())
+    edit(model, table, settings[table] | {key: value})
 
 
 def base_file(model: Path, name: str, text: str) -> None:
@@ -340,6 +365,11 @@ def base_file(model: Path, name: str, text: str) -> None:
         (lambda model: (model / "model_config.json").write_text("[1]"), "is list, not an object"),
         (lambda model: edit(model, "peft_lora_config", None), "peft_lora_config.lora_alpha is missing"),
         (lambda model: edit(model, "inference_config", {"VQ_mean": 0.0}), "inference_config.VQ_std is missing"),
+        (lambda model: number(model, "data_config", "fps", 0), "data_config.fps = 0; it takes a positive number"),
+        (lambda model: number(model, "data_config", "fps", math.nan), "data_config.fps = nan; it takes a positive"),
+        (lambda model: number(model, "data_config", "max_frame_pixels", True), "max_frame_pixels = True; it takes a"),
+        (lambda model: number(model, "inference_config", "TA_std", 0.0), "TA_std = 0.0; it takes a positive number"),
+        (lambda model: number(model, "inference_config", "MQ_mean", "1"), "MQ_mean = '1'; it takes a number"),
         (lambda model: edit(model, "data_config", 3), "data_config of the VideoAlign weights is int, not an object"),
         (lambda model: base_file(model, "config.json", "{"), "config.json' is not a valid JSON file"),
         (lambda model: base_file(model, "tokenizer.json", "{"), "its tokenizer cannot be read"),
@@ -365,104 +395,6 @@ def test_no_videos_is_one_sentence(sage, tmp_path, clip):
     assert (result.code, "name the videos" in result.err) == (2, True)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_resume_scores_what_the_file_lacks(sage, clips, clip, tmp_path, suffix):
-    out, whole = tmp_path / f"s.{suffix}", tmp_path / f"whole.{suffix}"
-    options = ("--reward", "clip", "--path", clip, "--batch", "1")  # batches of other sizes round otherwise
-    assert sage("score", str(clips), *options, "--out", str(whole)).code == 0
-    text = whole.read_text(encoding="utf-8")
-    lines = text.splitlines(keepends=True)
-    kept = len(lines) - 2
-    cut = lines[kept][:40].encode() + "\u20ac".encode()[:2]  # a kill cut the next line short, within a letter
-    out.write_bytes("".join(lines[:kept]).encode() + cut)
-    result = sage("score", str(clips), *options, "--out", str(out))
-    assert (result.code, "--resume completes it, --force replaces it" in result.err) == (2, True)
-    result = sage("score", str(clips), *options, "--out", str(out), "--resume")
-    assert result.code == 0, result.err
-    assert out.read_text(encoding="utf-8") == text
-    assert sage("score", str(clips), *options, "--out", str(out), "--resume").code == 0
-    assert out.read_text(encoding="utf-8") == text
-    assert sage("score", str(clips), *options, "--out", str(out), "--force").code == 0
-    assert out.read_text(encoding="utf-8") == text
-
-
-def test_scores_of_two_models_do_not_mix(sage, clips, clip, align, tmp_path):
-    out = tmp_path / "s.jsonl"
-    options = ("score", str(clips), "--out", str(out))
-    assert sage(*options, "--reward", "clip", "--path", clip).code == 0
-    before = out.read_text()
-    result = sage(*options, "--reward", "videoalign", "--path", align, "--resume")
-    assert (result.code, "holds scores on CLIPScore, not VQ, MQ, TA" in result.err) == (2, True)
-    other = shutil.copytree(clip, tmp_path / "other")
-    save(clips / "d.mp4", moving(4))
-    result = sage(*options, "--reward", "clip", "--path", str(other), "--prompt", "x", "--resume")
-    assert (result.code, "was scored with clip.path = " in result.err) == (2, True)
-    for option, differs in (
-        (("--option", "clip.scale=cosine"), "clip.scale = x2.5, not cosine"),
-        (("--option", "clip.frames=2"), "clip.frames = 8, not 2"),
-        (("--weights", "CLIPScore=2"), "weights.CLIPScore = None, not 2.0"),
-    ):
-        result = sage(*options, "--reward", "clip", "--path", clip, *option, "--resume")
-        assert (result.code, differs in result.err) == (2, True), result.err
-    assert out.read_text() == before
-    (clips / "d.mp4").unlink()
-    result = sage(
-        *options, "--reward", "clip", "--path", os.path.relpath(clip), "--option", "clip.frames=8", "--resume"
-    )
-    assert result.code == 0, result.err
-    assert out.read_text() == before
-
-
-ODD_ROWS = {
-    "list.jsonl": "[1, 2]\n",
-    "no-prompt.jsonl": '{"video": "a.mp4", "scores": {"CLIPScore": 1.0}}\n',
-    "null.jsonl": '{"video": "a.mp4", "prompt": "x", "scores": {"CLIPScore": null}}\n',
-    "text.csv": "video,prompt,scores.CLIPScore\na.mp4,x,high\n",
-    "other.csv": "a,b\n1,2\n",
-}
-
-
-@pytest.mark.parametrize("name", ODD_ROWS)
-def test_a_file_of_something_else_is_not_completed(sage, clips, clip, tmp_path, name):
-    (tmp_path / name).write_text(ODD_ROWS[name])
-    result = sage("score", str(clips), "--reward", "clip", "--path", clip, "--out", str(tmp_path / name), "--resume")
-    assert (result.code, "is not a file of scores" in result.err) == (2, True)
-    assert (tmp_path / name).read_text() == ODD_ROWS[name]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_prompts_with_line_ends_and_quotes_are_resumed(sage, clips, clip, tmp_path, suffix):
-    for beside in clips.glob("*.txt"):
-        beside.unlink()
-    out = tmp_path / f"s.{suffix}"
-    options = ("--reward", "clip", "--path", clip, "--prompt", 'a\r\nb, "c"\rd\ne', "--out", str(out))
-    assert sage("score", str(clips), *options).code == 0
-    before = out.read_bytes()
-    result = sage("score", str(clips), *options, "--resume")
-    assert (result.code, "3 of 3 videos scored" in result.out) == (0, True)
-    assert out.read_bytes() == before
-    assert "1 of 1 videos scored" in sage("score", str(clips / "a.mp4"), *options, "--resume").out
-
-
-def test_the_output_is_refused_before_anything_is_loaded(sage, clips, clip, tmp_path):
-    broken = Path(shutil.copytree(clip, tmp_path / "broken"))
-    (broken / "model.safetensors").write_bytes(b"")  # what loading would complain of
-    prompts = tmp_path / "map.csv"
-    prompts.write_text("video,prompt\na.mp4,x\n")
-    (tmp_path / "folder.jsonl").mkdir()
-    for out, sentence in (
-        (prompts, "this file is read too"),
-        (clips / "manifest.jsonl", "this name is that of a rollout's manifest"),
-        (tmp_path / "folder.jsonl", "this is a folder; name a file"),
-        (clips / "a.mp4" / "s.jsonl", "cannot be written to"),
-    ):
-        options = ("--prompts", str(prompts), "--out", str(out), "--force")
-        result = sage("score", str(clips), "--reward", "clip", "--path", str(broken), *options)
-        assert (result.code, sentence in result.err) == (2, True), result.err
-    assert prompts.read_text() == "video,prompt\na.mp4,x\n"
-    assert not list(tmp_path.rglob("*.partial"))
-
-
 def test_a_map_is_checked_against_the_videos(sage, clips, clip, tmp_path):
     for beside in clips.glob("*.txt"):
         beside.unlink()
@@ -477,6 +409,15 @@ def test_a_map_is_checked_against_the_videos(sage, clips, clip, tmp_path):
     prompts.write_text("video,prompt\na.mp4,x\na.mp4,y\n")
     result = sage("score", str(clips), *options)
     assert (result.code, "a.mp4 has two prompts: 'x' and 'y'" in result.err) == (2, True)
+    prompts.with_suffix(".jsonl").write_text('{"video": "a\\u0000.mp4", "prompt": "x"}\n')
+    result = sage("score", str(clips), *options[:4], "--prompts", str(prompts.with_suffix(".jsonl")))
+    assert (result.code, "it takes a text without the character 0" in result.err) == (2, True)
+    manifest = clips / "manifest.jsonl"
+    prompts.write_text("video,prompt\na.mp4,x\n")
+    manifest.write_text("".join(json.dumps({"file": "a.mp4", "prompt": prompt}) + "\n" for prompt in "xy"))
+    result = sage("score", str(clips), *options)
+    assert (result.code, "manifest.jsonl: a.mp4 has two prompts: 'x' and 'y'" in result.err) == (2, True)
+    manifest.unlink()
     prompts.write_text("video;prompt\na.mp4;x\n")
     result = sage("score", str(clips), *options)
     assert (result.code, "put commas between the columns, not semicolons" in result.err) == (2, True)
@@ -503,42 +444,6 @@ def test_large_videos_are_scored_in_smaller_batches(sage, clips, clip, tmp_path,
     assert out.read_text() == alone.read_text()  # bitwise, as only the same batches give
 
 
-def test_a_reward_that_takes_too_long_leaves_what_was_scored(sage, clips, clip, tmp_path, monkeypatch):
-    def slow(self: ClipScore, videos: torch.Tensor, prompts: Any, fps: float) -> Any:
-        if videos.shape[-1] == 47:
-            time.sleep(5)
-        return score(self, videos, prompts, fps)
-
-    score = ClipScore.score
-    monkeypatch.setattr(ClipScore, "score", slow)
-    out = tmp_path / "s.jsonl"
-    result = sage("score", str(clips), "--reward", "clip", "--path", clip, "--timeout", "2", "--out", str(out))
-    assert result.code == 1
-    assert "2 of 3 videos scored" in result.out
-    assert "the reward 'clip' did not come back within" in result.out
-    assert "│ CLIPScore" in result.out
-    assert len(rows(out)) == 2
-
-
-def test_ctrl_c_leaves_a_whole_file_that_can_be_completed(clips, align, tmp_path):
-    for number in range(300):
-        shutil.copy(clips / "a.mp4", clips / f"n{number:03d}.mp4")
-    out = tmp_path / "s.jsonl"
-    command = [sys.executable, "-m", "sagecli.cli", "score", str(clips), "--reward", "videoalign", "--path", align]
-    command += ["--prompt", "a square", "--batch", "2", "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
-        for _ in range(1200):
-            if out.exists() and out.read_text().count("\n") >= 2:
-                break
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130
-    assert "add --resume to score the rest" in output
-    assert 2 <= len(rows(out)) < 303
-    assert out.read_text().endswith("\n")
-
-
 def test_agreement_with_people_over_pairs(sage, clips, clip, tmp_path):
     out = tmp_path / "s.jsonl"
     pairs = tmp_path / "pairs.csv"
@@ -560,6 +465,9 @@ def test_agreement_with_people_over_pairs(sage, clips, clip, tmp_path):
     pairs.write_text(header + "clips/a.mp4,clips/b.mp4,x,C,A\n")
     result = sage("score", "--pairs", str(pairs), *options, "--force")
     assert (result.code, "CLIPScore is 'C'; it takes A, B or same" in result.err) == (2, True)
+    pairs.write_text(header.replace("Overall", "overall") + "clips/a.mp4,clips/b.mp4,x,A,A\n")
+    result = sage("score", "--pairs", str(pairs), *options, "--force")
+    assert (result.code, "it has the column 'overall'; write it 'Overall'" in result.err) == (2, True)
     pairs.write_text(header + "clips/a.mp4,clips/none.mp4,x,A,A\n")
     result = sage("score", "--pairs", str(pairs), *options, "--force")
     assert (result.code, "none.mp4 is no file" in result.err) == (2, True)

@@ -1,4 +1,4 @@
-import time
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sagecli.config_reward import RewardConfig, RewardSource
 from sagecli.errors import RunStopped, UserError
+from sagecli.interrupt import LEFT_BEHIND
 from sagecli.rewards import Reward, Scores
 from sagecli.scoring import Scorer, check_weights, make_rewards
 
@@ -64,13 +65,18 @@ def test_a_score_that_is_no_number_is_a_failure():
 
 
 def test_a_reward_that_hangs_stops_the_run():
+    released = threading.Event()
+
     class Hanging(Brightness):
         def score(self, videos: Tensor, prompts: Sequence[str], fps: float) -> Scores:
-            time.sleep(30)
-            raise AssertionError
+            released.wait()
+            raise ValueError
 
     with pytest.raises(RunStopped, match=r"'hanging' did not come back within reward.timeout = 0.2 seconds"):
         Scorer({"hanging": Hanging()}, 8.0, 0.2)(videos(0.2), ["a"])
+    (left,) = (thread for thread in threading.enumerate() if thread.name == LEFT_BEHIND)
+    released.set()
+    left.join()
 
 
 def test_an_offloaded_network_is_on_its_device_only_while_it_scores(monkeypatch):

@@ -22,7 +22,7 @@ from sagecli.videofiles import UnreadableVideoError, VideoInfo, find_videos, pro
 @pytest.mark.parametrize("count", [1, 9])
 def test_every_container_gives_the_frames_asked_for(tmp_path, name, codec, pix_fmt, count):
     frames = moving(count)
-    path = save(tmp_path / name, frames, codec, pix_fmt, sound=name == "a.mp4")
+    path = save(tmp_path / name, frames, codec, pix_fmt, sound="aac" if name == "a.mp4" else "")
     info = probe(path)
     assert (info.num_frames, info.height, info.width) == (count, 48, 64)
     if count > 1:
@@ -102,11 +102,40 @@ def test_what_cannot_be_decoded_says_why(tmp_path, spoil, reason):
         probe(path)
 
 
-def test_a_file_cut_within_its_frames_is_not_taken_for_a_shorter_one(tmp_path):
-    path = save(tmp_path / "a.avi", moving(30), "mpeg4")
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(UnreadableVideoError, match=r"cut short|breaks off"):
-        probe(path)
+@pytest.mark.parametrize(
+    ("name", "codec", "options"),
+    [
+        ("a.avi", "mpeg4", {}),
+        ("a.mkv", "libx264", {}),
+        ("a.webm", "libvpx-vp9", {}),
+        ("a.gif", "gif", {}),
+        ("a.mp4", "mpeg4", {"movflags": "faststart"}),
+        ("a.mp4", "mpeg4", {"movflags": "frag_keyframe+empty_moov"}),
+    ],
+)
+def test_a_file_cut_within_its_frames_is_not_taken_for_a_shorter_one(tmp_path, name, codec, options):
+    """With sound, which lasts longer than the frames, where the container takes it."""
+    sound = {"a.avi": "mp3", "a.mkv": "aac", "a.mp4": "aac"}.get(name, "")
+    path = save(tmp_path / name, moving(30), codec, "rgb8" if codec == "gif" else "yuv420p", 8, sound=sound, **options)
+    assert probe(path).num_frames == 30
+    whole = path.read_bytes()
+    for part in (0.5, 0.7, 0.9, 0.95):
+        path.write_bytes(whole[: int(len(whole) * part)])
+        if part < 0.95 or name != "a.avi":  # there its index alone is missing
+            with pytest.raises(UnreadableVideoError, match=r"cut short|breaks off"):
+                probe(path)
+
+
+def test_live_recordings_say_no_length_and_are_read_as_they_are(tmp_path):
+    path = save(tmp_path / "a.mkv", moving(5), live="1")
+    assert probe(path).num_frames == 5
+
+
+def test_bytes_after_the_end_are_nothing_missing(tmp_path):
+    for name, codec, pix_fmt in (("a.mp4", "mpeg4", "yuv420p"), ("a.gif", "gif", "rgb8"), ("a.mkv", "ffv1", "bgr0")):
+        path = save(tmp_path / name, moving(5), codec, pix_fmt)
+        path.write_bytes(path.read_bytes() + b"\xff\xfe\x00\x01" * 9)
+        assert probe(path).num_frames == 5
 
 
 def test_paths_name_videos_once_and_in_order(tmp_path):

@@ -28,11 +28,15 @@ def save(
     pix_fmt: str = "yuv420p",
     fps: int = 8,
     times: Sequence[int] | None = None,
-    sound: bool = False,
+    sound: str = "",
     title: str = "",
+    **options: str,
 ) -> Path:
-    """Write a video. times: a presentation time for each frame, in 1/1000 s, for a variable frame rate."""
-    with av.open(f"file:{path}", "w") as file:
+    """Write a video, its sound 1 s of the codec `sound`.
+
+    times: a presentation time for each frame, in 1/1000 s, for a variable frame rate. options: the container's.
+    """
+    with av.open(f"file:{path}", "w", options=options) as file:
         if title:
             file.metadata["title"] = title
         stream: Any = file.add_stream(codec, rate=fps)
@@ -42,7 +46,7 @@ def save(
             stream.options = {"x265-params": "bframes=0:log-level=none"}
         if times is not None:
             stream.codec_context.time_base = Fraction(1, 1000)
-        voice: Any = file.add_stream("aac", rate=16000) if sound else None
+        voice: Any = file.add_stream(sound, rate=16000) if sound else None
         for index, pixels in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             if times is not None:
