@@ -250,6 +250,31 @@ def test_a_reward_that_gives_up_in_one_process_ends_all_with_its_sentence(settin
         shutil.rmtree(run)
 
 
+def third_round(first: Path, count: str) -> Path:
+    """A copy of a run of two rounds, continued on so many processes."""
+    run = Path(shutil.copytree(first, first.with_name(count), symlinks=True))
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("rounds = 2", "rounds = 3"))
+    result = sage("train", "--resume", str(run), "--override", "train.rounds", "--num-processes", count)
+    assert result.returncode == 0, result.stderr
+    return run
+
+
+@pytest.mark.distributed
+def test_an_adapter_is_resumed_on_another_number_of_processes(settings, tmp_path):
+    first = tmp_path / "first"
+    result = sage("train", "--num-processes", "2", "--run", str(first), *settings, "--set", "train.rounds=2")
+    assert result.returncode == 0, result.stderr
+    before, one, two = (
+        load_file(run / "checkpoints" / "latest" / "weights.safetensors")
+        for run in (first, third_round(first, "1"), third_round(first, "2"))
+    )
+    moved = sum(float((two[name] - before[name]).square().sum()) for name in two) ** 0.5
+    apart = sum(float((two[name] - one[name]).square().sum()) for name in two) ** 0.5
+    assert moved > 0
+    assert apart < 0.01 * moved
+
+
 @pytest.mark.distributed
 def test_a_split_run_is_resumed_on_any_number_of_processes_and_used(settings, tmp_path):
     """Two rounds on two processes, the third on one, two or three: the same evaluation; the weights are loaded."""
@@ -258,17 +283,10 @@ def test_a_split_run_is_resumed_on_any_number_of_processes_and_used(settings, tm
     result = sage("train", "--num-processes", "2", "--run", str(first), *options, "--set", "train.rounds=2")
     assert result.returncode == 0, result.stderr
     assert (first / "checkpoints" / "latest" / "sharded" / ".metadata").exists()
-    after = {}
-    for count in ("1", "2", "3"):
-        run = Path(shutil.copytree(first, tmp_path / count, symlinks=True))
-        config = run / "config.toml"
-        config.write_text(config.read_text().replace("rounds = 2", "rounds = 3"))
-        result = sage("train", "--resume", str(run), "--override", "train.rounds", "--num-processes", count)
-        assert result.returncode == 0, result.stderr
-        after[count] = timeless(run / "metrics.jsonl")[-1], run
+    after = {count: timeless(third_round(first, count) / "metrics.jsonl")[-1] for count in ("1", "2", "3")}
     for name in ("reward", "kl", "gradient_norm"):
-        assert after["1"][0][name] == pytest.approx(after["2"][0][name], rel=1e-3)
-        assert after["3"][0][name] == pytest.approx(after["2"][0][name], rel=1e-3)
+        assert after["1"][name] == pytest.approx(after["2"][name], rel=1e-3)
+        assert after["3"][name] == pytest.approx(after["2"][name], rel=1e-3)
     prompts = tmp_path / "p.txt"
     prompts.write_text("a small red circle moving left fast\n")
     videos = tmp_path / "videos"
