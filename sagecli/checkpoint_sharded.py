@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -26,11 +27,15 @@ STATES = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.Muon: ("mome
 
 
 def write(learner: Learner, folder: Path) -> dict[str, Any]:
-    """Write them; returns the statements of every file for the manifest."""
+    """Write them; returns the statements of every file for the manifest. RuntimeError, in all, where one could not."""
     from sagecli.checkpoint import statement
 
     processes = learner.processes
-    save(_tensors(learner), checkpoint_id=folder / FOLDER)
+    try:
+        save(_tensors(learner), checkpoint_id=folder / FOLDER)
+    except CheckpointException as error:  # torch's own derives from BaseException, and its text is every traceback
+        reasons = {f"process {rank}: {failure[0]}" for rank, failure in error.failures.items()}
+        raise RuntimeError("; ".join(sorted(reasons))) from None
     mine = list((folder / FOLDER).glob(f"__{dist.get_rank()}_*"))
     mine += [folder / FOLDER / ".metadata"] if processes.first else []
     told = processes.gather_all({f"{FOLDER}/{file.name}": statement(file) for file in mine})

@@ -159,11 +159,10 @@ def _stopped(training: Training, by_itself: bool) -> str:
     folder = training.run.path
     latest = checkpoint.latest(folder)
     saved = "the start" if latest is None else latest.name
-    change = f" when {folder / 'config.toml'} has what keeps it from stopping there again" if by_itself else ""
-    override = " --override CHANGED.KEY" if by_itself else ""
+    change = f"\n  (--override KEY for each key that you change in {folder / 'config.toml'})" if by_itself else ""
     return (
-        f"stopped after round {training.learner.round}; saved up to {saved}. Go on{change} with:\n"
-        f"  sage train --resume {shlex.quote(str(folder))}{override}"
+        f"stopped after round {training.learner.round}; saved up to {saved}. Go on with:\n"
+        f"  sage train --resume {shlex.quote(str(folder))}{change}"
     )
 
 

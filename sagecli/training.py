@@ -172,7 +172,7 @@ class Training:
             except (OSError, SafetensorError, RuntimeError) as error:  # torch's own writer raises RuntimeError
                 name = round_name(self.learner.round)
                 raise RunStopped(
-                    f"the checkpoint {name} could not be written ({error}); earlier ones are whole"
+                    f"the checkpoint {name} could not be written ({error}); is the disk full? Earlier ones are whole"
                 ) from None
 
     def _evaluate_if_due(self, tick: Tick) -> None:

@@ -299,6 +299,24 @@ def test_a_split_run_is_resumed_on_any_number_of_processes_and_used(settings, tm
 
 
 @pytest.mark.distributed
+def test_a_full_disk_is_said_by_a_split_run_and_its_checkpoint_survives(settings, tmp_path):
+    run = tmp_path / "run"
+    options = (*settings, *as_options(FULL), "--set", "train.rounds=1")
+    assert sage("train", "--num-processes", "2", "--run", str(run), *options).returncode == 0
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("rounds = 1", "rounds = 2"))
+    sharded = run / "checkpoints" / "latest" / "sharded"
+    before = {file.name: file.read_bytes() for file in sharded.iterdir()}
+    resumed = command("train", "--resume", str(run), "--override", "train.rounds", "--num-processes", "2")
+    limit = len(before["__0_0.distcp"]) * 2 // 3 // 1024  # a limit on the size of files stands for the full disk
+    limited = ["bash", "-c", f'ulimit -f {limit}; exec "$@"', "sage", *resumed]
+    result = subprocess.run(limited, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr.count("error: ")) == (1, 1), result.stderr
+    assert "the checkpoint round-000002 could not be written (process 0: " in result.stderr
+    assert "Traceback" not in result.stderr
+    assert {file.name: file.read_bytes() for file in sharded.iterdir()} == before
+
+
+@pytest.mark.distributed
 def test_rollouts_and_grids_of_several_processes(settings, tmp_path):
     prompts = tmp_path / "p.txt"
     prompts.write_text(HELDOUT)
