@@ -124,6 +124,14 @@ def test_methods_are_all_of_table_2():
         ("about = 'x'\nplots = []\n[[cells]]\nname = 'a'", "plots: extra inputs"),
         ("about = 'x'\n[[cells]]\nname = 'a'\n[[cells]]\nname = 'a'", "two cells are called 'a'"),
         (
+            "about = 'x'\ncompare = ['TB']\n[[cells]]\nname = 'a'",
+            "compare has 'TB'; with these rewards there are reward, VQ, MQ, TA",
+        ),
+        (
+            "about = 'x'\nplot = ['speed']\n[[cells]]\nname = 'a'",
+            "plot has 'speed'; with these rewards there are reward, VQ, MQ, TA, axes, exploration, kl_share, speed",
+        ),
+        (
             "about = 'x'\ncolumns = ['speed']\n[[cells]]\nname = 'a'",
             "columns has 'speed'; there are exploration, kl_share",
         ),

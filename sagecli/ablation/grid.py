@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tomli
 from pydantic import Field, ValidationError, model_validator
 
+from sagecli import registry
 from sagecli.config import Config
 from sagecli.config_base import Count, Finite, Section
 from sagecli.errors import UserError, did_you_mean
@@ -43,7 +44,7 @@ class Grid(Section):
     ranked: bool = False
     """Whether the table marks the best, second and third of each column."""
     plot: Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = ("reward",)
-    """reward, axes (each of them), an axis, exploration, kl_share."""
+    """reward, axes (each of them), an axis, a monitor, exploration, kl_share."""
     compare: Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = ("reward",)
     """Of what the table shows each cell's difference to the first; rewards of other weights do not compare."""
     columns: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -114,7 +115,21 @@ def plan(grid: Grid, preset: str, overrides: Sequence[str]) -> list[PlannedCell]
             cells.append(PlannedCell(cell.name, given, load_config(preset, given)))
         except UserError as error:
             raise UserError(f"cell {cell.name!r}: {error}") from None
+    _check_names(grid, cells[0].config)
     return cells
+
+
+def _check_names(grid: Grid, config: Config) -> None:
+    """UserError for something to plot or compare that these rewards do not give."""
+    axes = [axis for model in config.reward.models for axis in model.weights]
+    monitors = [name for model in config.reward.models for name in registry.load("rewards", model.name).monitors]
+    for key, names, more in (
+        ("plot", grid.plot, ["axes", "exploration", "kl_share", *monitors]),
+        ("compare", grid.compare, []),
+    ):
+        known = ["reward", *axes, *more]
+        if unknown := [name for name in names if name not in known]:
+            raise UserError(f"{key} has {unknown[0]!r}; with these rewards there are {', '.join(known)}")
 
 
 def _weighed(config: Config, cell: Cell) -> list[dict[str, Any]]:
