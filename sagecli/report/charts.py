@@ -8,7 +8,11 @@ from plotly import graph_objects
 
 from sagecli.report.collect import Group, Points, Run, exploration, kl_share, mean_and_std, step_gradients
 
-COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#9b51c9", "#c2383f", "#8a7a3c", "#4aa3b8", "#d45fa0")
+COLOURS = (
+    *("#2f6fde", "#d9622b", "#2a9d6f", "#9b51c9", "#c2383f", "#8a7a3c"),
+    *("#4aa3b8", "#d45fa0", "#e0a82e", "#7d8ba8", "#7fb13d", "#a56a4b"),
+)
+"""That tell each other apart on light and on dark."""
 Curve = Callable[[Run], Points]
 
 
@@ -23,7 +27,7 @@ class Chart:
 
 
 def colour(place: int) -> str:
-    """Of the place-th group; they repeat after eight."""
+    """Of the place-th group; they repeat after twelve."""
     return COLOURS[place % len(COLOURS)]
 
 
