@@ -124,9 +124,10 @@ def cases(which: str) -> dict[str, tuple[Config, bool]]:
     found["shard-muon"] = (configuration("full", "moving", **split, optimizer={"lr": 1e-3, "kind": "muon"}), False)
     found["shard-slices"] = (configuration("full", "fixed", **split, **{"objective": {"updates_per_round": 2}}), False)
     exact = {f"exact-{name}": (_with_eps(config), True) for name, (config, _) in found.items()}
-    del found["shard"], found["shard-muon"], exact["exact-shard-slices"]  # slow on few cores
+    del exact["exact-shard-slices"]  # slow on few cores
     few = {name: found[name] for name in ("lora-dual-moving", "full-dual-moving")}
-    return few | exact if which == "exact" else found | exact
+    more = {name: found[name] for name in ("lora-none", "slices", "wide", "shard-slices")}
+    return few | exact if which == "exact" else few | more | exact
 
 
 def _with_eps(config: Config) -> Config:

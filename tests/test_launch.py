@@ -41,7 +41,7 @@ HELDOUT = (
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     prompts = tmp_path_factory.mktemp("prompts") / "heldout.txt"
     prompts.write_text(HELDOUT)
-    return as_options([*SMALL, f"eval.prompts={prompts}"])
+    return as_options([*SMALL, f"eval.prompts={prompts}", f"train.prompts={prompts}"])
 
 
 def as_options(settings: Any) -> list[str]:
